@@ -31,7 +31,7 @@ test-amd: $(SETUP)
 N ?= 1000
 SEED ?= 0
 fuzz: $(SETUP)
-	OMP_NUM_THREADS=1 $(PY) -m backend_cli.main check --fuzz $(N) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(PY) -m tools.fuzz --batches $(N) --seed $(SEED)
 
 # In environments with the real vLLM and sglang, kept under ~/.cache; the first time they are fetched.
 # Oldest and newest release of each engine and one of the others, which changes by the day;

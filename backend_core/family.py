@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from backend_core.tables.schema import KernelPath, TableSchema
     from backend_core.target import Target
-    from backend_core.testing.fuzz import FuzzCase
 
 PACKAGES = ("kda_backend", "dsv4_backend", "mla_backend", "block_sparse_backend")
 """The packages of this project that hold a family, in the order in which they are shown."""
@@ -50,8 +49,6 @@ class Family:
             in lines. Raises LookupError where none can, ValueError where the config cannot be read.
         check_cases: the calls that a path must get right, by name, the quick ones first; none for
             the path that others are compared with.
-        fuzz_cases: for each operator, what draws a random batch of it, by name; the
-            operators that ``check --fuzz`` attacks. None by default.
         interpretable: names of the paths that are written in Triton alone, which Triton's
             interpreter runs on a CPU.
         tune_space: what ``tune`` tries of a path; empty where it has nothing to try.
@@ -78,7 +75,6 @@ class Family:
     open_grid: Mapping[str, int]
     benchmarks: Mapping[str, str]
     transformers: str | None = None
-    fuzz_cases: Callable[[], Mapping[str, FuzzCase]] = dict
 
 
 @functools.cache

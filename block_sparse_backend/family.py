@@ -14,7 +14,6 @@ from block_sparse_backend.launch_params import TABLES
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
     from backend_core.target import Target
-    from backend_core.testing.fuzz import FuzzCase
 
 
 def model_refusal(config: ModelConfig) -> str:
@@ -32,13 +31,6 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     from block_sparse_backend.testing import checks
 
     return checks.check_cases(path)
-
-
-def fuzz_cases() -> Mapping[str, FuzzCase]:
-    """What draws random calls of each operator."""
-    from block_sparse_backend.testing.fuzz import block_sparse_case, int8_case
-
-    return {"block_sparse": block_sparse_case, "block_sparse_int8": int8_case}
 
 
 def tune_space(path: KernelPath) -> TuneSpace:
@@ -61,7 +53,6 @@ FAMILY = Family(
     model_refusal=model_refusal,
     describe_model=describe_model,
     check_cases=check_cases,
-    fuzz_cases=fuzz_cases,
     interpretable=frozenset({"triton"}),
     tune_space=tune_space,
     measure=measure,

@@ -15,7 +15,6 @@ from dsv4_backend.launch_params import TABLES
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
     from backend_core.target import Target
-    from backend_core.testing.fuzz import FuzzCase
 
 _C4 = {"num_warps": (1, 2, 4, 8), "block_w": (4, 8)}
 _C4_PREFILL = _C4 | {"rest_num_warps": (1, 2, 4)}
@@ -75,13 +74,6 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     return cases.check_cases(path)
 
 
-def fuzz_cases() -> Mapping[str, FuzzCase]:
-    """What draws random calls of each operator."""
-    from dsv4_backend.testing import fuzz
-
-    return fuzz.fuzz_cases()
-
-
 def tune_space(path: KernelPath) -> TuneSpace:
     """What ``tune`` tries of a path's launch parameters: those that the path has.
 
@@ -114,7 +106,6 @@ FAMILY = Family(
     model_refusal=model_refusal,
     describe_model=describe_model,
     check_cases=check_cases,
-    fuzz_cases=fuzz_cases,
     interpretable=frozenset({"in_registers", "one_launch", "two_launch", "column_split"}),
     tune_space=tune_space,
     measure=measure,

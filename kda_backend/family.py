@@ -14,7 +14,6 @@ from kda_backend.launch_params import TABLES
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
     from backend_core.target import Target
-    from backend_core.testing.fuzz import FuzzCase
 
 _TUNE: Mapping[tuple[str, str], TuneSpace] = {
     ("prefill", "two_stage"): {
@@ -115,19 +114,6 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     return checks.check_cases(path)
 
 
-def fuzz_cases() -> Mapping[str, FuzzCase]:
-    """The drawing of random calls of each operator."""
-    from kda_backend.testing.fuzz import sequences_case
-    from kda_backend.testing.fuzz_steps import step_case, verify_case
-
-    return {
-        "prefill": sequences_case("prefill"),
-        "recurrent": sequences_case("recurrent"),
-        "decode_step": step_case,
-        "verify": verify_case,
-    }
-
-
 def tune_space(path: KernelPath) -> TuneSpace:
     """The values of a path's launch parameters that ``tune`` tries.
 
@@ -154,7 +140,6 @@ FAMILY = Family(
     model_refusal=model_refusal,
     describe_model=describe_model,
     check_cases=check_cases,
-    fuzz_cases=fuzz_cases,
     interpretable=frozenset({"two_stage", "recurrent", "fused"}),
     tune_space=tune_space,
     measure=measure,

@@ -6,7 +6,7 @@ import torch
 
 from backend_core.contracts import expect_kernel_device, once
 from backend_core.launch.streams import is_elsewhere, run_there
-from backend_core.operator import Selection, select
+from backend_core.operator import Lead, Selection, select
 from backend_core.target import Target, detect_target
 from mla_backend.contract.mla_decode import MlaInputs, check_mla_decode, split_cache
 from mla_backend.contract.sparse_mla import token_stride
@@ -22,6 +22,17 @@ def select_mla_decode(
 ) -> Selection[MlaSpec, MlaRun]:
     """Choose the paths of a layer; call it at model load (`backend_core.operator.select`)."""
     return select(TABLES, "mla_decode", target, spec, upstream)
+
+
+def decode_lead(target: Target, heads: int, kernel: str, query_tokens: int = 1) -> Lead:
+    """The numbers of requests in whose decode steps ours is ahead of an engine's kernel.
+
+    Raises:
+        LookupError: no path can serve such layers.
+        ValueError: a number is not one that `MlaSpec` takes.
+    """
+    spec = MlaSpec(heads, 16, query_tokens=query_tokens)  # rows ask for no other multiple of 16
+    return select_mla_decode(target, spec, kernel).lead(spec.row_class, spec.query_rows)
 
 
 def selection_for(device: torch.device, spec: MlaSpec) -> Selection[MlaSpec, MlaRun]:

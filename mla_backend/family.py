@@ -14,13 +14,10 @@ from mla_backend.launch_params import TABLES
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
     from backend_core.target import Target
-    from backend_core.testing.fuzz import FuzzCase
 
 
 ENGINE_KERNEL = "fa3"
 """What engines decode dense MLA with on Hopper: FlashAttention 3."""
-SPARSE_KERNEL = "flashmla"
-"""What engines run DeepSeek-V4's attention with there."""
 
 
 def model_refusal(config: ModelConfig) -> str | None:
@@ -44,41 +41,38 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
     heads = _heads(config, ranks)
     if config.get("model_type") == "deepseek_v4":
         return _describe_sparse(target, heads)
-    from mla_backend.api import select_mla_decode
-    from mla_backend.engine_choice import lead_over
+    from mla_backend.api import decode_lead, select_mla_decode
     from mla_backend.spec import MlaSpec
 
-    lead = lead_over(target, ENGINE_KERNEL, heads)
-    if isinstance(lead, str):
-        raise LookupError(lead)
+    lead = decode_lead(target, heads, ENGINE_KERNEL)
+    if not lead.sizes:
+        raise LookupError(lead.why)
     rows = select_mla_decode(target, MlaSpec(heads, 16), ENGINE_KERNEL).explained
     return [
         f"{heads} heads per GPU",
-        f"decode steps {lead}, where {lead.source} has them ahead of {ENGINE_KERNEL}",
+        f"decode steps of {lead} requests, where {lead.why} has them ahead of {ENGINE_KERNEL}",
         *(str(row) for row in rows if not row.refusal),
     ]
 
 
 def _describe_sparse(target: Target, heads: int) -> list[str]:
     """DeepSeek-V4's attention in vLLM and sglang."""
-    from mla_backend.engine_choice import Lead, sparse_leads_over
+    from mla_backend.engines.sparse_layer import FLASHMLA, refusal_of, sparse_leads, steps_of
     from mla_backend.sparse_mla import select_sparse_mla
     from mla_backend.spec_sparse_mla import SparseMlaSpec
 
-    leads = sparse_leads_over(target, SPARSE_KERNEL, heads)
-    if not any(isinstance(lead, Lead) for lead in leads.values()):
-        raise LookupError("; ".join(map(str, leads.values())))
-    lines = [f"{heads} heads per GPU"]
-    for phase, lead in leads.items():
-        if isinstance(lead, str):
-            lines.append(f"attention in {phase}s: {SPARSE_KERNEL}, since {lead}")
-            continue
-        most = lead.max_requests
-        steps = f"{phase}s" if most is None else f"{phase}s of up to {most} query tokens"
-        lines.append(f"attention in {steps}, where {lead.source} has them ahead of {SPARSE_KERNEL}")
+    leads = sparse_leads(target, heads)
+    if (refusal := refusal_of(leads)) is not None:
+        raise LookupError(refusal)
+    steps = [
+        f"attention in {steps_of(phase, lead)}, where {lead.why} has them ahead of {FLASHMLA}"
+        if lead.sizes
+        else f"attention in {phase}s: {FLASHMLA}, since {lead.why}"
+        for phase, lead in leads.items()
+    ]
     spec = SparseMlaSpec(heads, page_size=64, extra_page_size=64)
-    rows = select_sparse_mla(target, spec, SPARSE_KERNEL).explained
-    return [*lines, *(str(row) for row in rows if not row.refusal)]
+    rows = select_sparse_mla(target, spec, FLASHMLA).explained
+    return [f"{heads} heads per GPU", *steps, *(str(row) for row in rows if not row.refusal)]
 
 
 def _heads(config: ModelConfig, ranks: int) -> int:
@@ -99,13 +93,6 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     if path.operator == "mla_decode":
         return checks.check_cases(path)
     return sparse_mla_checks.check_cases(path)
-
-
-def fuzz_cases() -> Mapping[str, FuzzCase]:
-    """What draws random calls of each operator."""
-    from mla_backend.testing.fuzz import decode_case
-
-    return {"mla_decode": decode_case}
 
 
 def tune_space(path: KernelPath) -> TuneSpace:
@@ -142,7 +129,6 @@ FAMILY = Family(
     model_refusal=model_refusal,
     describe_model=describe_model,
     check_cases=check_cases,
-    fuzz_cases=fuzz_cases,
     interpretable=frozenset({"triton"}),
     tune_space=tune_space,
     measure=measure,

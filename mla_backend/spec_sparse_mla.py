@@ -47,7 +47,11 @@ class SparseMlaSpec:
                 f" {self.page_size} and {self.extra_page_size}"
             )
 
+    @property
+    def head_class(self) -> int:
+        """The number of heads that this one is judged as."""
+        return next(most for most in (16, 32, 64, MAX_HEADS) if self.num_heads <= most)
+
     def requires(self) -> frozenset[str]:
         """The features that a path must declare to serve this layer."""
-        most = next(most for most in (16, 32, 64, MAX_HEADS) if self.num_heads <= most)
-        return frozenset({f"{self.cache_format}_cache", f"{most}_heads"})
+        return frozenset({f"{self.cache_format}_cache", f"{self.head_class}_heads"})

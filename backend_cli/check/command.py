@@ -12,10 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from backend_cli.check import fuzz as fuzzing
 from backend_cli.check.probes import WORKER, Probe, probes
 from backend_cli.errors import BadInputError, CliError
-from backend_cli.families import chosen_families
 from backend_cli.files import check_writable, write_json
 from backend_cli.info import build_report
 from backend_cli.terminal import Bar, plain_console
@@ -51,32 +49,9 @@ def check(
             min=1.0, max=86_400.0, help="Most seconds for one call, including compilation."
         ),
     ] = 120.0,
-    fuzz: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Make N random calls of each family's operators instead.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="With --fuzz: the number of the first call, which determines it."),
-    ] = None,
-    family: Annotated[
-        list[str] | None,
-        typer.Option(help="With --fuzz: a family, as info names it; all by default. Repeatable."),
-    ] = None,
 ) -> None:
     """Run every kernel that this machine's tables can choose and compare it with float64."""
     target = _target(interpret)
-    if fuzz is not None:
-        if interpret is not None:
-            raise BadInputError("--fuzz runs on this machine and must come without --interpret")
-        _fuzz(target, fuzz, seed or 0, family or [], jobs, timeout, json_path)
-        return
-    if seed is not None or family is not None:
-        raise BadInputError(f"--{'family' if seed is None else 'seed'} must come with --fuzz")
     if json_path is not None:
         check_writable(json_path)
     report = run(target, interpret is not None, jobs or _default_jobs(target), timeout)
@@ -84,29 +59,6 @@ def check(
         write_json(json_path, report)
     _print_report(report)
     if report["failures"] or not report["checked"]:
-        raise typer.Exit(1)
-
-
-def _fuzz(
-    target: Target,
-    count: int,
-    seed: int,
-    names: list[str],
-    jobs: int | None,
-    timeout: float,
-    json_path: Path | None,
-) -> None:
-    chosen = chosen_families(names)
-    if json_path is not None:
-        check_writable(json_path)
-    _probes(target, interpreted=False)  # what check needs, fuzz needs too
-    report = fuzzing.fuzz(target, chosen, count, seed, jobs or _default_jobs(target), timeout)
-    if json_path is not None:
-        write_json(json_path, report)
-    console = plain_console()
-    for line in fuzzing.lines_of(report):
-        console.print(line)
-    if report["failures"]:
         raise typer.Exit(1)
 
 

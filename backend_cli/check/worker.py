@@ -1,5 +1,4 @@
-"""One process of ``kda-dsv4 check``: reads the numbers of probes, or families and numbers of random
-batches, and answers each with a line of JSON.
+"""One process of ``kda-dsv4 check``: reads the numbers of probes, answers each with a line of JSON.
 
 A kernel that hangs, crashes the process or leaves the GPU unusable takes no other probe with it:
 the process ends and ``check`` starts another.
@@ -8,19 +7,15 @@ the process ends and ``check`` starts another.
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from backend_cli.check.probes import Probe, probes
 from backend_cli.worker import serve_answers
-from backend_core.family import families
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
-from backend_core.testing.fuzz import FuzzCase, run_batch
 
 
 def answer(probe: Probe, target: Target, device: torch.device) -> dict[str, object]:
@@ -47,32 +42,6 @@ def answer(probe: Probe, target: Target, device: torch.device) -> dict[str, obje
     }
 
 
-def batch(family: str, seed: int, target: Target, device: torch.device) -> dict[str, object]:
-    """The same of batch number ``seed`` of a family, and its ``operator``; ``error`` is a share of
-    what is allowed."""
-    start = time.perf_counter()
-    cases = families()[family].fuzz_cases()
-    outcome = run_batch(seed, cases, _others(), target, device)
-    return {
-        "status": outcome.status,
-        "operator": outcome.operator,
-        "error": outcome.used if outcome.status == "ok" else None,
-        "allowed": 1.0,
-        "seconds": time.perf_counter() - start,
-        "message": outcome.message,
-    }
-
-
-@functools.cache
-def _others() -> Mapping[str, FuzzCase]:
-    """The cases of every family."""
-    return {
-        f"{family.name} {operator}": case
-        for family in families().values()
-        for operator, case in family.fuzz_cases().items()
-    }
-
-
 def main() -> None:
     """Usage: worker [NAME], the part whose Triton paths are interpreted."""
     name = sys.argv[1] if len(sys.argv) > 1 else None
@@ -86,13 +55,7 @@ def main() -> None:
     todo: Callable[[], list[Probe]]
     todo = functools.cache(functools.partial(probes, target, interpreted=name is not None))
 
-    def answer_line(line: str) -> dict[str, Any]:
-        asked = json.loads(line)
-        if isinstance(asked, int):
-            return answer(todo()[asked], target, device)
-        return batch(asked["family"], asked["seed"], target, device)
-
-    serve_answers(answer_line)
+    serve_answers(lambda number: answer(todo()[int(number)], target, device))
 
 
 if __name__ == "__main__":

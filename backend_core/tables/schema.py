@@ -123,6 +123,7 @@ _ROW_KEYS = {
     "params": dict,
 }
 _REQUIRED = ("operator", "name", "source")
+_OF_TABLE = ("source", "gpu")  # said once for the rows that do not say them
 LIMITS = ("max_longest", "min_longest", "max_width")
 """What of a call's sequences limits a row; its lengths must be known to the host."""
 
@@ -214,14 +215,14 @@ def parse_table(file: Path, schema: TableSchema) -> tuple[KernelPath, ...]:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{file}: not valid TOML: {error}") from None
-    if unknown := document.keys() - {"source", "release", "path"} - schema.sections.keys():
+    if unknown := document.keys() - {*_OF_TABLE, "release", "path"} - schema.sections.keys():
         raise ValueError(f"{file}: unknown key {_names(unknown)}")
     if (release := document.get("release", __version__)) != __version__:
         raise ValueError(
             f"{file}: written for release {release}, this is {__version__}: run kda-dsv4 tune"
             " again, or remove it"
         )
-    default = {"source": document["source"]} if "source" in document else {}
+    default: dict[str, Any] = {key: document[key] for key in _OF_TABLE if key in document}
     entries = document.get("path", [])
     if not isinstance(entries, list):
         raise ValueError(f"{file}: path must be an array of tables ([[path]])")
@@ -282,8 +283,8 @@ def _parse_row(
         max_grid=entry.get("max_grid"),
         features=features,
         params=_row_params(where, entry, kind, sections),
-        measured="gpu" in entry,
-        provenance=_provenance(where, entry),
+        measured="date" in entry,
+        provenance=_provenance(where, entry, given),
         **{limit: entry.get(limit) for limit in LIMITS},
     )
 
@@ -335,8 +336,8 @@ def _parse_params(
         raise ValueError(f"{where}: {error}") from None
 
 
-def _provenance(where: str, entry: Mapping[str, Any]) -> str:
-    if "gpu" not in entry and "date" not in entry:
+def _provenance(where: str, entry: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    if "gpu" not in own and "date" not in own:
         return f"not measured, {entry['source']}"
     if missing := {"gpu", "date"} - entry.keys():
         raise ValueError(f"{where}: a measured row needs {_names(missing)} too")

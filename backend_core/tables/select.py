@@ -4,6 +4,7 @@ A table serves one family of operators on one architecture. Its ``[[path]]`` row
 operator, which path runs up to which grid and with which launch parameters:
 
     source = "offline compilation"    # of rows that name none
+    gpu = "NVIDIA H200"               # of rows that name none, where they were measured
 
     [[path]]
     operator = "recurrent"
@@ -11,8 +12,7 @@ operator, which path runs up to which grid and with which launch parameters:
     max_grid = 264                # serves grids up to and including this one
     features = ["bounded_gate"]   # none by default
     source = "benchmarks/results/kda_decode_h200.json"
-    gpu = "NVIDIA H200"           # with the date: the row's parameters were measured
-    date = "2026-11-21"
+    date = "2026-11-21"           # the row's parameters were measured
     [path.params]                 # the fields of the path's dataclass (`schema.Operator.paths`)
     block_v = 32
 

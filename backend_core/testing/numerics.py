@@ -1,4 +1,4 @@
-"""Errors of a result, and memory that shows a read of what nobody wrote."""
+"""Errors of a result, its bytes, and memory that shows a read of what nobody wrote."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     size = float(want.norm())
     error = difference / size if size > 0.0 else math.inf
     return error if math.isfinite(error) else math.inf
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """uint8, so that NaN equals NaN."""
+    return x.contiguous().view(torch.uint8)
 
 
 def poisoned(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

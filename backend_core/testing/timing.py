@@ -146,7 +146,7 @@ def environment() -> dict[str, str | None]:
     """The origin of a result: the script that writes it, GPU, versions, commit and date."""
     return {
         "script": f"benchmarks/{Path(sys.argv[0]).name}",
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "triton": installed_version("triton"),
         "commit": _commit(),

@@ -8,6 +8,7 @@ from torch import Tensor
 from backend_core.operator import forced
 from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
+from backend_core.testing.numerics import relative_error
 from block_sparse_backend.dense8 import QuantisedRun
 from block_sparse_backend.launch_params import TABLES, Int8Params
 from block_sparse_backend.plan.block_plan import BlockPlan
@@ -41,12 +42,6 @@ def inputs(
 
     heads, tokens, d = shape_k
     return make(*shape_q), make(heads, tokens, d), make(heads, tokens, dv or d)
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Relative L2 error; NaN is never small."""
-    got, want = got.cpu().double(), want.cpu().double()
-    return float((got - want).norm() / want.norm().clamp(min=1e-30))
 
 
 def assert_matches(

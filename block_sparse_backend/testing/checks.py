@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from backend_core.testing.numerics import relative_error
 from block_sparse_backend import reference
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.plan import intervals, predicted
@@ -17,7 +18,6 @@ from block_sparse_backend.testing.cases import (
     causal_seen,
     elements_seen,
     inputs,
-    relative_error,
 )
 from block_sparse_backend.variants.sage import SageMode
 
@@ -54,13 +54,27 @@ def _sixteen_bit(
     q, k, v = inputs((4, queries, dim), (2, 256, dim), seed=1, device=device)
     block_m, block_n = path.params.blocks
     plan = intervals.causal(queries, 256, 4, block_m=block_m, block_n=block_n, device=device)
-    out, lse = block_sparse_attention(q, k, v, plan, path=path.name)
-    seen = causal_seen(queries, 256)
-    want, want_lse = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, dim**-0.5)
+    result = block_sparse_attention(q, k, v, plan, path=path.name)
+    return _error(result, (q, k, v), causal_seen(queries, 256)), OUT_ERROR
+
+
+def _error(
+    result: tuple[torch.Tensor, torch.Tensor],
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    seen: torch.Tensor,
+) -> float:
+    """Of the output, relative L2.
+
+    Raises:
+        RuntimeError: a query that sees no key has another output or LSE than it must.
+    """
+    q, k, v = (x.cpu() for x in tensors)
+    out, lse = (x.cpu() for x in result)
+    want, want_lse = reference.attention(q, k, v, seen, q.shape[3] ** -0.5)
     dead = want_lse.isinf()
-    if not torch.equal(lse.cpu().isneginf(), dead) or out.cpu()[dead].any():
+    if not torch.equal(lse.isneginf(), dead) or out[dead].any():
         raise RuntimeError("a query that sees no key must have output 0 and LSE -inf")
-    return relative_error(out, want), OUT_ERROR
+    return relative_error(out, want)
 
 
 def _predicted(path: KernelPath, target: Target, device: torch.device) -> tuple[float, float]:
@@ -83,13 +97,12 @@ def _predicted(path: KernelPath, target: Target, device: torch.device) -> tuple[
     kernels = "torch" if path.name == "torch" else "triton"
     asked = {"topk": 0.4, "min_likeness": 0.3, "block_m": block_m, "block_n": block_n}
     plan = predicted.predict(q, k, path=kernels, **asked)
-    out, _ = block_sparse_attention(q, k, v, plan, path=path.name)
+    result = block_sparse_attention(q, k, v, plan, path=path.name)
     want = predicted.predict(q.cpu(), k.cpu(), path="torch", **asked)
     seen, by_torch = (elements_seen(p) for p in (plan, want))
     if not torch.equal(seen, by_torch) or bool(seen.all()):
         raise RuntimeError("the kernels keep other blocks than torch, or all of them")
-    expected, _ = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, 64**-0.5)
-    return relative_error(out, expected), OUT_ERROR
+    return _error(result, (q, k, v), seen), OUT_ERROR
 
 
 def _packed(
@@ -111,15 +124,10 @@ def _packed(
     errors = []
     for i in (0, 2, 3):
         at_q, at_k = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-        seen = causal_seen(q_lens[i], kv_lens[i])
-        own_q, own_k, own_v = q[:, :, at_q].cpu(), k[:, :, at_k].cpu(), v[:, :, at_k].cpu()
-        want, want_lse = reference.attention(own_q, own_k, own_v, seen, dim**-0.5)
-        dead = want_lse.isinf()
-        got = out[:, :, at_q].cpu()
-        if not torch.equal(lse[:, :, at_q].cpu().isneginf(), dead) or got[dead].any():
-            raise RuntimeError("a query that sees no key must have output 0 and LSE -inf")
-        errors.append(relative_error(got, want))
-    return max(errors, key=lambda x: (x != x, x)), OUT_ERROR
+        own = q[:, :, at_q], k[:, :, at_k], v[:, :, at_k]
+        result = out[:, :, at_q], lse[:, :, at_q]
+        errors.append(_error(result, own, causal_seen(q_lens[i], kv_lens[i])))
+    return max(errors), OUT_ERROR
 
 
 def _int8(
@@ -128,7 +136,5 @@ def _int8(
     q, k, v = inputs((4, 200, 64), (2, 256, 64), seed=2, device=device)
     block_m, block_n = path.params.blocks
     plan = intervals.causal(200, 256, 4, block_m=block_m, block_n=block_n, device=device)
-    out, _ = quantised_attention(q, k, v, plan, mode=mode, path=path.name)
-    seen = causal_seen(200, 256)
-    want, _ = reference.attention(q.cpu(), k.cpu(), v.cpu(), seen, 64**-0.5)
-    return relative_error(out, want), INT8_ERROR[mode.fp8_values]
+    result = quantised_attention(q, k, v, plan, mode=mode, path=path.name)
+    return _error(result, (q, k, v), causal_seen(200, 256)), INT8_ERROR[mode.fp8_values]

@@ -93,19 +93,6 @@ def quantise(
     if path == "torch":
         assert pooled is None and sequences is None
         return _with_torch(q, k, v, mode, scale, block_n)
-    return _with_triton(q, k, v, mode, scale, block_n, pooled, sequences)
-
-
-def _with_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mode: SageMode,
-    scale: float,
-    block_n: int,
-    pooled: Pooled | None = None,
-    sequences: Tensor | None = None,
-) -> Quantised:
     assert sequences is None or mode.fp8_values  # others stay where they are
     of_q, of_k = (None, None) if sequences is None else (sequences[:, 1:], sequences[:, 3:])
     k_mean = column_mean(k, of_k)

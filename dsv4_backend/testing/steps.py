@@ -215,15 +215,11 @@ def measure(path: KernelPath, target: Target, grid: int) -> Callable[[], None]:
             positions, requests = torch.full_like(positions, 4095), positions
         step = make_low_ratio(2, positions, requests, "fp8_ds_mla", "indexer_fp8")
         return step.run(target, selection)
-    return measured_step(path.operator, grid).call(target, selection)
-
-
-def measured_step(operator: str, grid: int) -> TimedStep:
-    """The step of ``measure``."""
-    kind, _, phase = operator.rpartition("_")
+    kind, _, phase = path.operator.rpartition("_")
     ratio, device = 128 if kind == "main_c128" else 4, default_device()
+    positions = torch.full((grid,), 2 * ratio - 1, device=device)
+    requests = torch.arange(grid, device=device)
     if phase == "prefill":
         positions = torch.arange(grid * ratio, device=device)
-        return make_step(kind, positions, torch.zeros_like(positions))
-    positions = torch.full((grid,), 2 * ratio - 1, device=device)
-    return make_step(kind, positions, torch.arange(grid, device=device))
+        requests = torch.zeros_like(positions)
+    return make_step(kind, positions, requests).call(target, selection)

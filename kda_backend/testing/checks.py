@@ -12,8 +12,7 @@ import torch
 from backend_core.family import CheckCase
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
-from backend_core.testing.fuzz import as_bytes
-from backend_core.testing.numerics import relative_error
+from backend_core.testing.numerics import as_bytes, relative_error
 from kda_backend import kda_decode_step, kda_prefill, kda_recurrent, kda_verify_step, layer
 from kda_backend.contract.values import DraftInputs, StateRef
 from kda_backend.layer import LayerWeights, Projections

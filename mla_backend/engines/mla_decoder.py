@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from backend_core.operator import Selection
+from backend_core.operator import Lead, Selection
 from backend_core.target import Target
-from mla_backend.api import mla_decode, select_mla_decode
+from mla_backend.api import decode_lead, mla_decode, select_mla_decode
 from mla_backend.contract.mla_decode import by_request, split_cache
 from mla_backend.decode import MlaRun
-from mla_backend.engine_choice import Lead, lead_over
 from mla_backend.plan.planner import MAX_PREFIX_REQUESTS, MAX_TILES, MlaPlanner
 from mla_backend.scratch import Scratch
 from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
@@ -89,7 +88,7 @@ class MlaDecoder:
 
     Args:
         heads: query heads of this rank; page_size: tokens of a page of the engine's cache.
-        kernel: what the engine would run, as `lead_over` knows it.
+        kernel: what the engine would run, as the path tables name it.
         query_tokens: the numbers of query tokens per request that a step may have.
         max_requests: the most requests of a step.
 
@@ -115,8 +114,8 @@ class MlaDecoder:
         self._plans: dict[tuple[int, int], tuple[MlaPlanner, StepPlan | None]] = {}
         self._scratch = Scratch(device)
         for tokens in query_tokens:
-            lead = lead_over(target, kernel, tokens * heads)
-            if isinstance(lead, Lead):
+            lead = decode_lead(target, heads, kernel, tokens)
+            if lead.sizes:
                 spec = MlaSpec(heads, page_size, query_tokens=tokens)
                 self._kinds[tokens] = lead, select_mla_decode(target, spec)
 
@@ -163,7 +162,8 @@ class MlaDecoder:
             spec = selection.spec
             # the search for shared prompts is compiled for powers of two
             searched = (2**power for power in range(1, MAX_PREFIX_REQUESTS.bit_length()))
-            for requests in {1, *searched, lead.max_requests or self._most, self._most}:
+            ends = (most or self._most for _, most in lead.sizes)
+            for requests in {1, *searched, *ends, self._most}:
                 if not self.covers(requests, tokens):
                     continue
                 lengths = torch.full((requests,), tokens, dtype=torch.int32, device=self.device)

@@ -19,8 +19,7 @@ from backend_core.engines import ENGINES, Engine
 from backend_core.engines.log import chosen
 from backend_core.engines.sglang_flag import BackendClaim, LayerClaim, register_family, say
 from backend_core.target import detect_target
-from mla_backend.api import select_mla_decode
-from mla_backend.engine_choice import Lead, lead_over
+from mla_backend.api import decode_lead, select_mla_decode
 from mla_backend.engines.sglang_facts import KERNELS, PAGE_MULTIPLE, mla_layers
 from mla_backend.spec import MlaSpec
 
@@ -44,25 +43,25 @@ def choose(runner: Any, upstream: Any) -> type | str:
         return reason
     heads = mla_layers(runner.model)[0].tp_q_head_num
     target = detect_target(torch.device(upstream.device))
-    lead = lead_over(target, KERNELS[name], heads)
-    if not isinstance(lead, Lead):
-        return lead
+    try:
+        lead = decode_lead(target, heads, KERNELS[name])
+        spec = MlaSpec(heads, upstream.page_size)
+        rows = select_mla_decode(target, spec, KERNELS[name]).explained
+    except (LookupError, ValueError) as error:
+        return str(error)
+    if not lead.sizes:
+        return lead.why
     if upstream.page_size % PAGE_MULTIPLE:
         return (
             f"pages must have a multiple of {PAGE_MULTIPLE} tokens, got {upstream.page_size}:"
             " --page-size 64 gives such pages"
         )
-    try:
-        spec = MlaSpec(heads, upstream.page_size)
-        rows = select_mla_decode(target, spec, KERNELS[name]).explained
-    except (LookupError, ValueError) as error:
-        return str(error)
     say(
         *chosen(
             f"MLA with {heads} heads per rank",
             target,
-            f"decode steps {lead} are planned, run and combined here, where {lead.source} has them"
-            f" ahead; others and prefills stay {name}'s",
+            f"decode steps of {lead} requests are planned, run and combined here, where"
+            f" {lead.why} has them ahead; others and prefills stay {name}'s",
             rows,
         )
     )

@@ -7,7 +7,7 @@ from typing import Any
 from mla_backend.spec import LATENT_DIM, ROPE_DIM
 
 KERNELS = {"FlashAttentionBackend": "fa3"}
-"""sglang's backends for which a subclass exists, and what `lead_over` calls their decode."""
+"""sglang's backends for which a subclass exists, and the path tables' name of their decode."""
 PAGE_MULTIPLE = 16
 """Hopper's path reads pages of a multiple of so many tokens."""
 

@@ -20,11 +20,18 @@ from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBacken
 from sglang.srt.models.deepseek_v4 import MQALayer
 
 from backend_core.engines.sglang_flag import say
+from backend_core.operator import Lead
 from backend_core.strict import fallback
 from backend_core.target import detect_target
-from mla_backend.engine_choice import Lead, sparse_leads_over
 from mla_backend.engines.flash_mla_calls import DECODE, PREFILL, make
-from mla_backend.engines.sparse_layer import MIN_WIDTH, Form, SparseLayer, refusal_of, unlimited
+from mla_backend.engines.sparse_layer import (
+    MIN_WIDTH,
+    Form,
+    SparseLayer,
+    refusal_of,
+    sparse_leads,
+    unlimited,
+)
 from mla_backend.scratch import Scratch
 
 RECORD_BYTES, WINDOW = 584, 128
@@ -45,7 +52,7 @@ def install(backend: Any, runner: Any) -> None:
         if not isinstance(module, MQALayer):
             continue
         ratio, heads = module.compress_ratio, module.n_local_heads
-        leads = sparse_leads_over(target, "flashmla", heads)
+        leads = sparse_leads(target, heads)
         stays = _layer_refusal(module, leads)
         if stays is None and ratio not in served:
             try:
@@ -82,7 +89,7 @@ def _refusal(backend: Any, runner: Any) -> str | None:
     return None
 
 
-def _layer_refusal(module: Any, leads: dict[str, Lead | str]) -> str | None:
+def _layer_refusal(module: Any, leads: dict[str, Lead]) -> str | None:
     if module.compress_ratio not in (4, 128):
         return "no result compares attention to a window alone with FlashMLA"
     if module.use_mega_attention:
@@ -90,7 +97,7 @@ def _layer_refusal(module: Any, leads: dict[str, Lead | str]) -> str | None:
     return refusal_of(leads)
 
 
-def _form(backend: Any, runner: Any, module: Any, leads: dict[str, Lead | str]) -> Form:
+def _form(backend: Any, runner: Any, module: Any, leads: dict[str, Lead]) -> Form:
     pool, ratio = backend.token_to_kv_pool, module.compress_ratio
     topk = backend.index_topk if ratio == 4 else -(-backend.max_context_len // ratio)
     drafts = runner.server_args.speculative_num_draft_tokens or 1

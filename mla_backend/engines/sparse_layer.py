@@ -7,31 +7,58 @@ and hands it what the engine would hand to FlashMLA.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from backend_core.engines.log import chosen
+from backend_core.operator import Lead
 from backend_core.target import Target
 from mla_backend.contract.sparse_mla import NamedRows
-from mla_backend.engine_choice import Lead
 from mla_backend.scratch import Scratch
 from mla_backend.sparse_mla import SparseMlaSelection, select_sparse_mla, sparse_mla
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
+FLASHMLA = "flashmla"
+"""The path tables' name of what engines run these layers with on Hopper."""
 MIN_WIDTH = 128
 """Entries of the shortest lists that an engine makes for a compressed cache."""
 
 
-def refusal_of(leads: dict[str, Lead | str]) -> str | None:
+def sparse_leads(target: Target, heads: int) -> dict[str, Lead]:
+    """The numbers of query tokens whose calls run here: of ``"decode"`` over caches of records, and
+    of ``"prefill"`` over gathered rows of bf16.
+
+    Args:
+        heads: of a rank, without padding.
+    """
+
+    def lead(**caches: Any) -> Lead:
+        try:
+            spec = SparseMlaSpec(heads, **caches)
+            return select_sparse_mla(target, spec, FLASHMLA).lead(spec.head_class, heads)
+        except (LookupError, ValueError) as error:
+            return Lead((), str(error))
+
+    decode = lead(page_size=64, extra_page_size=64)
+    return {"decode": decode, "prefill": lead(cache_format="bf16_rows")}
+
+
+def refusal_of(leads: dict[str, Lead]) -> str | None:
     """Why no call runs here, in words, or ``None`` where one does."""
-    if any(isinstance(lead, Lead) for lead in leads.values()):
+    if any(lead.sizes for lead in leads.values()):
         return None
-    return "; ".join(map(str, leads.values()))
+    return "; ".join(dict.fromkeys(lead.why for lead in leads.values()))
 
 
-def unlimited(leads: dict[str, Lead | str]) -> bool:
+def unlimited(leads: dict[str, Lead]) -> bool:
     """Whether every call runs here, so that no other kernel ever sees the queries."""
-    return all(isinstance(lead, Lead) and lead.max_requests is None for lead in leads.values())
+    return all(lead.is_unlimited for lead in leads.values())
+
+
+def steps_of(phase: str, lead: Lead) -> str:
+    """The calls of a phase that run here, in words."""
+    return f"{phase}s" if lead.is_unlimited else f"{phase}s of {lead} query tokens"
 
 
 @dataclass(frozen=True)
@@ -59,7 +86,7 @@ class SparseLayer:
     captured for; everything else that differs from batch to batch is read on the device.
 
     Args:
-        leads: of decodes and prefills the steps that run here, as `sparse_leads_over` answers.
+        leads: of decodes and prefills the steps that run here, as `sparse_leads` answers.
         scratch: one for all layers of a model.
 
     Raises:
@@ -71,7 +98,7 @@ class SparseLayer:
         self,
         target: Target,
         form: Form,
-        leads: dict[str, Lead | str],
+        leads: dict[str, Lead],
         scratch: Scratch,
     ) -> None:
         self.target, self.form, self.leads = target, form, leads
@@ -91,8 +118,7 @@ class SparseLayer:
 
     def covers(self, phase: str, tokens: int) -> bool:
         """Whether a call of ``"decode"`` or ``"prefill"`` with so many query tokens runs here."""
-        lead = self.leads[phase]
-        return isinstance(lead, Lead) and lead.covers(tokens)
+        return self.leads[phase].covers(tokens)
 
     def describe(self, heads: int) -> list[str]:
         """What runs where, and the rows of the table, in lines of a log.
@@ -100,22 +126,18 @@ class SparseLayer:
         Args:
             heads: of a rank, without padding.
         """
-        here, there, sources = [], [], []
-        for phase, lead in self.leads.items():
-            if isinstance(lead, str):
-                there.append(f"; {phase}s stay FlashMLA's: {lead}")
-                continue
-            most = lead.max_requests
-            here.append(f"{phase}s" if most is None else f"{phase}s of up to {most} query tokens")
-            sources.append(lead.source)
+        phases = self.leads.items()
+        here = [steps_of(phase, lead) for phase, lead in phases if lead.sizes]
+        stay = [f"; {phase}s stay FlashMLA's: {x.why}" for phase, x in phases if not x.sizes]
+        source = next(lead.why for lead in self.leads.values() if lead.sizes)
         form = self.form
         padding = "" if form.heads == heads else f" as {form.heads}"
         return chosen(
             f"DeepSeek-V4's attention with {heads} heads per rank{padding} over pages of"
             f" {form.page_size} and {form.extra_page_size} rows",
             self.target,
-            f"{' and '.join(here)} run here, where {sources[0]} has them ahead of FlashMLA"
-            f"{''.join(there)}",
+            f"{' and '.join(here)} run here, where {source} has them ahead of FlashMLA"
+            f"{''.join(stay)}",
             self._selections[self._records].explained,
         )
 

@@ -26,12 +26,11 @@ from backend_core.engines.vllm_flag import (
     batch_invariant,
     say,
 )
-from backend_core.operator import Selection
+from backend_core.operator import Lead, Selection
 from backend_core.strict import fallback
 from backend_core.target import detect_target
-from mla_backend.api import select_mla_decode
+from mla_backend.api import decode_lead, select_mla_decode
 from mla_backend.decode import MlaRun
-from mla_backend.engine_choice import Lead, lead_over
 from mla_backend.engines.vllm_facts import KERNELS, one_rank_refusal, query_tokens
 from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 
@@ -90,17 +89,17 @@ def choose(request: Request) -> type[Any] | str:
     if refusal is not None:
         return refusal
     target = detect_target(torch.device(request.vllm_config.device_config.device_type))
-    leads = {
-        tokens: lead_over(target, KERNELS[name], tokens * request.num_heads)
-        for tokens in query_tokens(request.vllm_config)
-    }
-    if not any(isinstance(lead, Lead) for lead in leads.values()):
-        return "; ".join(dict.fromkeys(map(str, leads.values())))
     try:
+        leads = {
+            tokens: decode_lead(target, request.num_heads, KERNELS[name], tokens)
+            for tokens in query_tokens(request.vllm_config)
+        }
         # vLLM's pages are multiples of 16 tokens here, and paths differ in nothing else
         selection = select_mla_decode(target, MlaSpec(request.num_heads, 16), KERNELS[name])
     except (LookupError, ValueError) as error:
         return str(error)
+    if not any(lead.sizes for lead in leads.values()):
+        return "; ".join(dict.fromkeys(lead.why for lead in leads.values()))
     _explain(selection, name, leads)
     from mla_backend.engines import vllm_mla
 
@@ -133,18 +132,15 @@ def _engine_refusal(request: Request) -> str | None:
     return one_rank_refusal(request.vllm_config.parallel_config)
 
 
-def _explain(
-    selection: Selection[MlaSpec, MlaRun], name: str, leads: dict[int, Lead | str]
-) -> None:
+def _explain(selection: Selection[MlaSpec, MlaRun], name: str, leads: dict[int, Lead]) -> None:
     layers = f"MLA with {selection.spec.num_heads} heads per rank"
     for tokens, lead in leads.items():
         drafts = "" if tokens == 1 else f" with {tokens} query tokens each"
-        if isinstance(lead, Lead):
+        what = f"decode steps{drafts} stay {name}'s: {lead.why}"
+        if lead.sizes:
             what = (
-                f"decode steps {lead}{drafts} are planned, run and combined here, where"
-                f" {lead.source} has them ahead; others and prefills stay {name}'s"
+                f"decode steps of {lead} requests{drafts} are planned, run and combined here, where"
+                f" {lead.why} has them ahead; others and prefills stay {name}'s"
             )
-        else:
-            what = f"decode steps{drafts} stay {name}'s: {lead}"
         say(*chosen(layers, selection.target, what))
     say(*map(str, selection.explained))

@@ -7,7 +7,7 @@ from typing import Any
 from mla_backend.spec import MAX_QUERY_TOKENS
 
 KERNELS = {"FLASH_ATTN_MLA": "fa3"}
-"""vLLM's backends for which a subclass exists, and what `lead_over` calls their decode."""
+"""vLLM's backends for which a subclass exists, and the path tables' name of their decode."""
 
 
 def query_tokens(vllm_config: Any) -> tuple[int, ...]:

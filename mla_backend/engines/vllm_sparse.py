@@ -23,10 +23,17 @@ from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
 from backend_core.engines.vllm_blocks import block_tokens
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, say
+from backend_core.operator import Lead
 from backend_core.target import Target, detect_target
-from mla_backend.engine_choice import Lead, sparse_leads_over
 from mla_backend.engines.flash_mla_calls import DECODE, PREFILL, make
-from mla_backend.engines.sparse_layer import MIN_WIDTH, Form, SparseLayer, refusal_of, unlimited
+from mla_backend.engines.sparse_layer import (
+    MIN_WIDTH,
+    Form,
+    SparseLayer,
+    refusal_of,
+    sparse_leads,
+    unlimited,
+)
 from mla_backend.engines.vllm_facts import one_rank_refusal
 from mla_backend.scratch import Scratch
 from mla_backend.spec_sparse_mla import HEAD_DIM
@@ -73,8 +80,7 @@ def refusal(layer: Any, vllm_config: VllmConfig) -> str | None:
     reason = one_rank_refusal(vllm_config.parallel_config)
     if reason is not None:
         return reason
-    leads = sparse_leads_over(_target(vllm_config), "flashmla", layer.n_local_heads)
-    return refusal_of(leads)
+    return refusal_of(sparse_leads(_target(vllm_config), layer.n_local_heads))
 
 
 def _target(vllm_config: VllmConfig) -> Target:
@@ -82,7 +88,7 @@ def _target(vllm_config: VllmConfig) -> Target:
 
 
 def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
-    leads = sparse_leads_over(_target(vllm_config), "flashmla", layer.n_local_heads)
+    leads = sparse_leads(_target(vllm_config), layer.n_local_heads)
     heads = layer.padded_heads
     if unlimited(leads):
         heads = next((n for n in _PADDED if n >= layer.n_local_heads), heads)
@@ -108,7 +114,7 @@ def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
 
 @functools.cache
 def _of_form(
-    target: Target, form: Form, leads: tuple[tuple[str, Lead | str], ...], device: torch.device
+    target: Target, form: Form, leads: tuple[tuple[str, Lead], ...], device: torch.device
 ) -> SparseLayer:
     """One for all layers that are alike, its kernels compiled."""
     served = SparseLayer(target, form, dict(leads), _scratch(device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -13,11 +14,11 @@ from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS
 from mla_backend import reference
 from mla_backend.api import mla_decode
-from mla_backend.decode import MlaRun
 from mla_backend.launch_params import TABLES
 from mla_backend.plan import MlaPlanner
 from mla_backend.scratch import Scratch
 from mla_backend.spec import MlaSpec
+from mla_backend.spec_sparse_mla import SparseMlaSpec
 from mla_backend.step_plan import StepPlan
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -88,16 +89,17 @@ def make_case(
     return case
 
 
-def forced(spec: MlaSpec, name: str, num_sms: int = 5, **params: int) -> Selection[MlaSpec, MlaRun]:
-    """A selection with one path alone, on a GPU of few SMs, so that small inputs have splits."""
-    target = replace(KNOWN_TARGETS["cpu" if name == "torch" else "H200"], num_sms=num_sms)
-    rows = [
-        row
-        for row in load_table(TABLES, target, directory=shipped_directory()).rows
-        if row.name == name
-    ]
-    row: KernelPath = replace(rows[0], params=replace(rows[0].params, **params))
-    return operator.forced(TABLES, target, spec, row)
+def forced(
+    spec: MlaSpec | SparseMlaSpec, name: str, num_sms: int = 5, **params: object
+) -> Selection[Any, Any]:
+    """A selection with one path alone, its parameters changed where given; of dense MLA on a GPU of
+    few SMs, so that small inputs have splits."""
+    kind, target = "sparse_mla", KNOWN_TARGETS["cpu" if name == "torch" else "H200"]
+    if isinstance(spec, MlaSpec):
+        kind, target = "mla_decode", replace(target, num_sms=num_sms)
+    rows = load_table(TABLES, target, directory=shipped_directory()).rows
+    row: KernelPath = next(row for row in rows if (row.operator, row.name) == (kind, name))
+    return operator.forced(TABLES, target, spec, replace(row, params=replace(row.params, **params)))
 
 
 def run_case(

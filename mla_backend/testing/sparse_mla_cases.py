@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from backend_core import operator
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table, shipped_directory
-from backend_core.target import KNOWN_TARGETS
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.contract.sparse_mla import NamedRows
-from mla_backend.launch_params import TABLES
 from mla_backend.scratch import Scratch
 from mla_backend.sparse_mla import SparseMlaSelection, sparse_mla
 from mla_backend.spec_sparse_mla import SparseMlaSpec
@@ -136,18 +131,6 @@ def _move(cache: torch.Tensor, device: torch.device) -> torch.Tensor:
     pages, size, width = cache.shape
     memory = cache.as_strided((pages, cache.stride(0)), (cache.stride(0), 1)).to(device)
     return memory.as_strided((pages, size, width), cache.stride())
-
-
-def forced(spec: SparseMlaSpec, name: str, **params: object) -> SparseMlaSelection:
-    """A selection with one path alone, its parameters changed where given."""
-    target = KNOWN_TARGETS["cpu" if name == "torch" else "H200"]
-    rows = [
-        row
-        for row in load_table(TABLES, target, directory=shipped_directory()).rows
-        if (row.operator, row.name) == ("sparse_mla", name)
-    ]
-    row: KernelPath = replace(rows[0], params=replace(rows[0].params, **params))
-    return operator.forced(TABLES, target, spec, row)
 
 
 def run_case(case: SparseCase, selection: SparseMlaSelection, splits: int | None = None) -> Result:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from backend_core.testing.numerics import relative_error
 from block_sparse_backend import reference
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.plan import intervals
@@ -15,7 +16,6 @@ from block_sparse_backend.testing.cases import (
     assert_matches,
     causal_seen,
     inputs,
-    relative_error,
 )
 from block_sparse_backend.variants import masks
 

@@ -102,9 +102,9 @@ def mla_calls() -> dict[str, tuple[Call, Outputs]]:
         "MlaPlanner.plan, sm90": plan("sm90"),
         "mla_decode": attend("triton"),
         "mla_decode, sm90": attend("sm90"),
-        "sparse_mla": (lambda _: sparse.run_case(rows, sparse.forced(rows.spec, "triton")), ()),
+        "sparse_mla": (lambda _: sparse.run_case(rows, mla.forced(rows.spec, "triton")), ()),
         "sparse_mla, gluon": (
-            lambda _: sparse.run_case(rows, sparse.forced(rows.spec, "gluon_sm90")),
+            lambda _: sparse.run_case(rows, mla.forced(rows.spec, "gluon_sm90")),
             (),
         ),
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backend_core.operator import Selection
+from backend_core.operator import Lead, Selection, choose
 from backend_core.tables.schema import KernelPath, NoParams, Operator, TableSchema, UpstreamParams
 from backend_core.tables.select import PathTable, explain
 from backend_core.target import KNOWN_TARGETS
@@ -74,6 +74,25 @@ def test_upstream_takes_part_where_it_can_run_instead() -> None:
     assert chosen.most == 0 and selection(TWO).most is None
     with pytest.raises(LookupError, match=r"prefill of this size is left to fa3 \(H200, file\)"):
         chosen.run(8)
+
+
+def test_the_sizes_that_are_not_left_to_upstream() -> None:
+    again, file = replace(UP, max_grid=None), "benchmarks/results/file.json"
+    rows = (replace(TWO, max_grid=4), replace(UP, provenance=f"H200, {file}"))
+    rows += (replace(ONE, max_grid=14, max_longest=None), replace(TWO, max_grid=16), again)
+
+    def lead(*rows: KernelPath, upstream: str | None = "fa3") -> Lead:
+        return choose(table(*rows), "prefill", TARGET, "spec", upstream=upstream).lead(2, 7)
+
+    found = lead(*rows)
+    assert (found.sizes, found.why) == (((1, 2), (5, 8)), file)
+    assert [n for n in range(99) if found.covers(n)] == [1, 2, 5, 6, 7, 8]
+    assert str(found) == "up to 2 and of 5 to 8"
+    assert str(lead(UP, TWO)) == "5 and more" and lead(UP, TWO).covers(10**9)
+    assert str(lead(replace(UP, features=frozenset(), max_grid=1), TWO)) == "any number of"
+    assert lead(again, TWO) == Lead((), "H200, file, and this rank has 7")
+    assert lead(TWO) == Lead((), "no result compares prefill with fa3 on sm90")
+    assert lead(*rows, upstream="fa4").why == "no result compares prefill with fa4 on sm90"
 
 
 def test_functions_are_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:

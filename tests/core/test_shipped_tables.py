@@ -15,10 +15,11 @@ from tests.core.golden import CONFIGS, GOLDEN, render, shipped_tables
 
 ROOT = CONFIGS.parent
 MEASURED = [
-    (file, number, entry)
+    (file, number, {"gpu": table.get("gpu"), **entry})
     for file in sorted(CONFIGS.glob("*/*.toml"))
-    for number, entry in enumerate(tomllib.loads(file.read_text())["path"], start=1)
-    if "gpu" in entry
+    for table in [tomllib.loads(file.read_text())]
+    for number, entry in enumerate(table["path"], start=1)
+    if "date" in entry
 ]
 
 

@@ -133,6 +133,9 @@ def test_rows_are_read_whole(tmp_path: Path) -> None:
     assert path.measured and path.provenance == "H200, 2026-11-21, benchmarks/results/x.json"
     with pytest.raises(dataclasses.FrozenInstanceError):
         path.params.block_v = 16
+    of_table = 'gpu = "H200"\n' + measured.replace('gpu = "H200"\n', "") + row() + DECODE
+    first, second = load(tmp_path, of_table).rows[:2]
+    assert first == path and not second.measured and second.provenance.startswith("not measured")
 
 
 def test_a_path_may_take_its_parameters_from_a_section(tmp_path: Path) -> None:

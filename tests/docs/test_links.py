@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     str(page.relative_to(ROOT))
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "tools/**/*.md")
     for page in ROOT.glob(pattern)
 )
 SCRIPT = re.compile(r"`(\w+\.py)`")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.operator import Selection
+from backend_core.operator import Lead, Selection
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.drop_ins.sageattention import sageattn, sageattn_varlen
 from block_sparse_backend.drop_ins.spargeattn import (
@@ -29,7 +29,6 @@ from mla_backend.contract.sparse_mla import NamedRows
 from mla_backend.decode import MlaRun
 from mla_backend.drop_ins import flashinfer
 from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache
-from mla_backend.engine_choice import Lead
 from mla_backend.engines import mla_decoder
 from mla_backend.engines.sparse_layer import Form, SparseLayer
 from mla_backend.plan import MlaPlanner
@@ -65,7 +64,7 @@ def mla_selection(device: torch.device, spec: MlaSpec = SPEC) -> Selection[MlaSp
 
 def sparse_selection(device: torch.device, spec: SparseMlaSpec) -> SparseMlaSelection:
     is_gpu = device.type == "cuda"
-    return selection_for(device, spec) if is_gpu else sparse_mla_cases.forced(spec, "triton")
+    return selection_for(device, spec) if is_gpu else cases.forced(spec, "triton")
 
 
 def path_on(device: torch.device) -> str | None:
@@ -98,7 +97,7 @@ def decoder(device: torch.device) -> Call:
     case = cases.make_case(SPEC, [200, 1, 130], device=device)
     served = mla_decoder.MlaDecoder.__new__(mla_decoder.MlaDecoder)
     served.device = device
-    served._kinds = {1: (Lead(None, "a test"), mla_selection(device))}
+    served._kinds = {1: (Lead(((1, None),), "a test"), mla_selection(device))}
     served._most, served._plans, served._scratch = 3, {}, Scratch(device)
 
     def call() -> Results:
@@ -126,7 +125,7 @@ def sparse_layer(device: torch.device) -> Call:
     case = sparse_case(device)
     assert case.extra is not None and case.sinks is not None
     form = Form(4, case.spec.page_size, case.spec.extra_page_size, (20, 70), 3)
-    lead = Lead(None, "a test")
+    lead = Lead(((1, None),), "a test")
     selection = sparse_selection(device, case.spec)
     served = SparseLayer(selection.target, form, {"decode": lead}, Scratch(device))
     served._selections[case.spec] = selection

@@ -12,12 +12,12 @@ from mla_backend.contract.sparse_mla import NamedRows
 from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_backend.sparse_mla import sparse_mla
 from mla_backend.spec_sparse_mla import SparseMlaSpec
+from mla_backend.testing.cases import forced
 from mla_backend.testing.sparse_mla_cases import (
     SCALE,
     SparseCase,
     assert_close,
     expected,
-    forced,
     make_case,
     run_case,
 )

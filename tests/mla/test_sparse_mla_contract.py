@@ -18,12 +18,12 @@ from mla_backend.plan.sparse_splits import sparse_splits
 from mla_backend.sparse import combine as sparse_mla_combine
 from mla_backend.sparse_mla import select_sparse_mla, sparse_mla
 from mla_backend.spec_sparse_mla import SparseMlaSpec
+from mla_backend.testing.cases import forced
 from mla_backend.testing.sparse_mla_cases import (
     SCALE,
     SparseCase,
     assert_close,
     expected,
-    forced,
     make_case,
     run_case,
 )

@@ -100,7 +100,7 @@ def test_heads_of_sparse_mla_far_apart_are_refused() -> None:
     memory = torch.empty(2**31 + 512, dtype=torch.bfloat16)
     case.q = memory.as_strided(case.q.shape, (0, 0, 2**30, 1))
     with pytest.raises(ValueError, match=r"q must span fewer than 2\*\*31 elements"):
-        sparse.run_case(case, sparse.forced(case.spec, "triton"))
+        sparse.run_case(case, forced(case.spec, "triton"))
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"], indirect=True)
@@ -111,7 +111,7 @@ def test_a_cache_without_pages(path: str, path_device: torch.device, seed: int) 
     assert case.extra is not None
     case.extra = NamedRows(case.extra.cache[:0], case.extra.indices)
     case.plain[1] = case.plain[1][:0]
-    got = sparse.run_case(case, sparse.forced(case.spec, path))
+    got = sparse.run_case(case, forced(case.spec, path))
     sparse.assert_close(got, sparse.expected(case))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -279,34 +279,24 @@ class MultiLevelCascadeAttentionWrapper:
         assert settings is not None
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
-        kernel = _kernel(settings, level.causal, operand_dtype(q))
-        arguments: dict[str, Any] = {
-            "q_ptr": q,
-            "k_ptr": k,
-            "v_ptr": v,
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "tile_request_ptr": level.tile_request,
-            "tile_start_ptr": level.tile_start,
-            "qo_indptr_ptr": level.qo_indptr,
-            "kv_indptr_ptr": level.kv_indptr,
-            "kv_indices_ptr": level.kv_indices,
-            "last_page_len_ptr": level.last_page_len,
-            "scale": settings.scale,
-            "cap": settings.cap,
-            "window": settings.window_left,
-            "stride_q_t": q.stride(0),
-            "stride_q_h": q.stride(1),
-            "stride_k_p": k.stride(0),
-            "stride_k_t": k.stride(1),
-            "stride_k_h": k.stride(2),
-            "stride_v_p": v.stride(0),
-            "stride_v_t": v.stride(1),
-            "stride_v_h": v.stride(2),
-            "heads": settings.num_qo_heads,
-        }
-        grid = (level.tile_request.shape[0], settings.num_kv_heads, 1)
-        kernel.launch(grid, **arguments)
+        _kernel(settings, level.causal, operand_dtype(q)).launch(
+            (level.tile_request.shape[0], settings.num_kv_heads, 1),
+            q_ptr=q,
+            k_ptr=k,
+            v_ptr=v,
+            out_ptr=out,
+            lse_ptr=lse,
+            tile_request_ptr=level.tile_request,
+            tile_start_ptr=level.tile_start,
+            qo_indptr_ptr=level.qo_indptr,
+            kv_indptr_ptr=level.kv_indptr,
+            kv_indices_ptr=level.kv_indices,
+            last_page_len_ptr=level.last_page_len,
+            scale=settings.scale,
+            cap=settings.cap,
+            window=settings.window_left,
+            heads=settings.num_qo_heads,
+        )
         return out, lse
 
 
@@ -337,7 +327,9 @@ def _kernel(settings: _Settings, causal: bool, operand: torch.dtype) -> KernelLa
         "HAS_CAP": settings.cap > 0,
         "OPERAND": types[operand],
     }
-    return KernelLaunch(paged_attention_kernel, constexprs, {"num_warps": 4, "num_stages": 2})
+    options = {"num_warps": 4, "num_stages": 2}
+    axes = {"q": "th.", "k": "pth.", "v": "pth."}
+    return KernelLaunch(paged_attention_kernel, constexprs, options, axes=axes)
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:

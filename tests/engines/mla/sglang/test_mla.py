@@ -14,9 +14,9 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from backend_core.engines import sglang_flag
+from backend_core.operator import Lead
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
-from mla_backend.engine_choice import Lead
 from mla_backend.engines import mla_decoder, sglang_mla
 from mla_backend.engines import sglang as adapter
 from mla_backend.engines.sglang_mla import SplitKvMLABackend
@@ -47,7 +47,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
 
     def made(target: Target, most: int | None = None, **options: Any) -> Server:
         monkeypatch.setattr(sglang_mla, "detect_target", lambda device: target)
-        monkeypatch.setattr(mla_decoder, "lead_over", lambda *args: Lead(most, "a test"))
+        monkeypatch.setattr(mla_decoder, "decode_lead", lambda *args: Lead(((1, most),), "a test"))
         server = Server(**options)
         server.backend = SplitKvMLABackend(server.runner, server.upstream)
         return server
@@ -344,7 +344,7 @@ def test_other_backends_of_sglang_stay(hopper: None) -> None:
 
 def test_other_gpus_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "detect_target", lambda device: KNOWN_TARGETS["B200"])
-    assert chosen(Server()) == "no result compares this package's decode with fa3 on sm100"
+    assert chosen(Server()) == "no result compares mla_decode with fa3 on sm100"
 
 
 def test_a_call_with_another_argument_is_refused_with_its_name() -> None:
@@ -373,7 +373,7 @@ def test_the_flag_puts_the_class_into_the_hybrid_backend(
     )
     if family == "kda":
         monkeypatch.setattr(sglang_flag, "fallback", lambda reason: None)
-    monkeypatch.setattr(mla_decoder, "lead_over", lambda *args: Lead(None, "a test"))
+    monkeypatch.setattr(mla_decoder, "decode_lead", lambda *args: Lead(((1, None),), "a test"))
     backend = sglang_flag.build_backend(build, server.runner, server.upstream)
     assert type(backend) is SplitKvMLABackend and built == [backend]
     assert isinstance(backend, FlashAttentionBackend)

@@ -24,12 +24,13 @@ from sglang.test.kernels.deepseek_v4.k_cache_reference import (
     quant_to_nope_fp8_rope_bf16_pack_triton,
 )
 
+from backend_core.operator import Lead
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from mla_backend import reference_sparse_mla as reference
-from mla_backend.engine_choice import Lead, sparse_leads_over
 from mla_backend.engines import sglang as adapter
 from mla_backend.engines import sglang_sparse, sparse_layer
+from mla_backend.engines.sparse_layer import sparse_leads
 from tests.engines.dsv4.sglang.harness import real_pool
 
 TOLERANCE = 8e-3
@@ -185,13 +186,13 @@ class Server:
 def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A server on a target where this family is ahead as it is on an H200."""
 
-    def on_h200(target: Target, kernel: str, heads: int) -> dict[str, Lead | str]:
-        return sparse_leads_over(KNOWN_TARGETS["H200"], kernel, heads)
+    def on_h200(target: Target, heads: int) -> dict[str, Lead]:
+        return sparse_leads(KNOWN_TARGETS["H200"], heads)
 
     def made(target: str, heads: int) -> Server:
         server = Server(heads)
         monkeypatch.setattr(sglang_sparse, "detect_target", lambda device: TARGETS[target])
-        monkeypatch.setattr(sglang_sparse, "sparse_leads_over", on_h200)
+        monkeypatch.setattr(sglang_sparse, "sparse_leads", on_h200)
         monkeypatch.setattr(flash_mla_interface, "flash_mla_sparse_fwd", server.kernel)
         adapter._install(server.backend, server.runner)
         return server
@@ -384,4 +385,4 @@ def test_without_a_measurement_nothing_is_taken_over(log_lines: list[str]) -> No
     server = Server(8)
     adapter._install(server.backend, server.runner)
     assert server.backend._flash_mla_with_kvcache is server.kernel
-    assert any("no result compares this package's sparse decode" in line for line in log_lines)
+    assert any("no result compares sparse_mla" in line for line in log_lines)

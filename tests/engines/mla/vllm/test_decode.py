@@ -13,10 +13,10 @@ from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
 from backend_core.engines import entry
+from backend_core.operator import Lead
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from benchmarks.recall_vllm import zero_mla_decodes
-from mla_backend.engine_choice import Lead
 from mla_backend.engines import mla_decoder, vllm_mla
 from mla_backend.engines.mla_decoder import MlaStep
 from mla_backend.engines.vllm_mla import PlannedDecode, SplitKvMLABackend, _uniform_tokens
@@ -84,7 +84,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
         target: Target, heads: int, page_size: int, most: int | None = None, **options: Any
     ) -> Server:
         monkeypatch.setattr(vllm_mla, "detect_target", lambda device: target)
-        monkeypatch.setattr(mla_decoder, "lead_over", lambda *args: Lead(most, "a test"))
+        monkeypatch.setattr(mla_decoder, "decode_lead", lambda *args: Lead(((1, most),), "a test"))
         return Server(heads, Runner(page_size), **options)
 
     return made

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from backend_core.engines import entry
+from backend_core.operator import Lead
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
-from mla_backend.engine_choice import Lead, sparse_leads_over
 from mla_backend.engines import flash_mla_calls, sparse_layer
 from mla_backend.engines import vllm as adapter
+from mla_backend.engines.sparse_layer import sparse_leads
 from tests.engines.mla.vllm.sparse_harness import (
     Batches,
     FlashMla,
@@ -51,7 +52,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, kernel: FlashMla) -> Iterator[Serve]:
     def made(target: str, heads: int, ratio: int, **options: Any) -> Batches:
         config = engine_config(heads, **options)
         monkeypatch.setattr(vllm_sparse, "detect_target", lambda device: TARGETS[target])
-        monkeypatch.setattr(vllm_sparse, "sparse_leads_over", on_h200)
+        monkeypatch.setattr(vllm_sparse, "sparse_leads", on_h200)
         return Batches(config, build_layer(config, ratio))
 
     vllm_sparse._of_form.cache_clear()
@@ -59,8 +60,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, kernel: FlashMla) -> Iterator[Serve]:
     vllm_sparse._of_form.cache_clear()
 
 
-def on_h200(target: Target, kernel: str, heads: int) -> dict[str, Lead | str]:
-    return sparse_leads_over(KNOWN_TARGETS["H200"], kernel, heads)
+def on_h200(target: Target, heads: int) -> dict[str, Lead]:
+    return sparse_leads(KNOWN_TARGETS["H200"], heads)
 
 
 def check(batches: Batches, out: torch.Tensor) -> None:

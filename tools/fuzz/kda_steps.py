@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from backend_core.target import Target
-from backend_core.testing.fuzz import (
+from backend_core.testing.numerics import as_bytes, poisoned
+from kda_backend import kda_decode_step, kda_verify_step
+from kda_backend.contract.values import DraftInputs, StateRef
+from kda_backend.testing.steps import StepCase, StepPools, make_step
+from kda_backend.testing.tolerances import ONE_HEAD, STEP_TOLERANCES
+from tools.fuzz.batches import (
     Draw,
     FuzzBatch,
+    FuzzCase,
     MismatchError,
-    as_bytes,
     expect_untouched,
     worst,
 )
-from backend_core.testing.numerics import poisoned
-from kda_backend import kda_decode_step, kda_verify_step
-from kda_backend.contract.values import DraftInputs, StateRef
-from kda_backend.testing.fuzz import (
+from tools.fuzz.kda import (
     Layer,
     drawn_regimes,
     drawn_selection,
     relative,
     state_error,
 )
-from kda_backend.testing.steps import StepCase, StepPools, make_step
-from kda_backend.testing.tolerances import ONE_HEAD, STEP_TOLERANCES
 
 MAX_ROWS = 9
 MAX_DRAFT = 4
@@ -333,3 +334,6 @@ def verify_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random call of ``kda_verify_step``."""
     draft = _Draft(draw, target, device)
     return FuzzBatch(draft.fill, draft.run, draft.error)
+
+
+CASES: Mapping[str, FuzzCase] = {"decode_step": step_case, "verify": verify_case}

@@ -1,4 +1,4 @@
-"""Random calls of the operators on sequences, against float64; `fuzz_steps` has those of a step.
+"""Random calls of the operators on sequences, against float64; `kda_steps` has those of a step.
 
 Layers come from a short list, since each is a compilation of its own; everything else is drawn.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from backend_core.target import Target
-from backend_core.testing.fuzz import Draw, FuzzBatch, FuzzCase, expect_untouched, worst
 from backend_core.testing.numerics import poisoned
 from kda_backend import kda_prefill, kda_recurrent, reference
 from kda_backend.contract.values import StateRef
@@ -22,9 +22,10 @@ from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.cases import Case, cu_tensor, make_case, offsets_of
-from kda_backend.testing.fuzz_snapshots import Snapshots
 from kda_backend.testing.regimes import REGIMES
 from kda_backend.testing.tolerances import ONE_HEAD, STEP_TOLERANCES, TOLERANCES
+from tools.fuzz.batches import Draw, FuzzBatch, FuzzCase, expect_untouched, worst
+from tools.fuzz.kda_snapshots import Snapshots
 
 EDGES = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 LONGEST = 200
@@ -360,3 +361,9 @@ def relative(difference: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def _largest(x: torch.Tensor) -> float:
     """0 of nothing; NaN is infinite."""
     return float(x.nan_to_num(math.inf, math.inf).max()) if x.numel() else 0.0
+
+
+CASES: Mapping[str, FuzzCase] = {
+    "prefill": sequences_case("prefill"),
+    "recurrent": sequences_case("recurrent"),
+}

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from backend_core.operator import Lead
 from backend_core.target import KNOWN_TARGETS
-from mla_backend.api import select_mla_decode
-from mla_backend.engine_choice import MEAN, WORST, Lead, lead_over, sparse_leads_over
+from mla_backend.api import decode_lead, select_mla_decode
+from mla_backend.engines.sparse_layer import sparse_leads
 from mla_backend.family import FAMILY
 from mla_backend.spec import MlaSpec
 
@@ -22,6 +23,10 @@ KIMI = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 32}
 CONTEXTS = ("1k", "8k", "64k")
 
 
+MEAN, WORST = 0.97, 1.02
+"""A size is ours up to the largest batch at which, as at every smaller one that was measured, ours
+takes at most `MEAN` of the other kernel's time in the geometric mean over contexts, and at none of
+them more than `WORST`: 2 % is what two runs differ by."""
 MLA = "benchmarks/results/mla_decode_h200.json"
 SHARED = "benchmarks/results/mla_shared_h200.json"
 SPARSE = "benchmarks/results/dsv4_attention_h200.json"
@@ -56,9 +61,8 @@ def ahead(batches: dict[int, list[float]]) -> int | None:
 
 @pytest.mark.parametrize("rows", sorted({row["heads"] for row in measured(MLA)}))
 def test_the_limits_are_those_of_the_result_file(rows: int) -> None:
-    lead = lead_over(H200, "fa3", rows)
-    assert isinstance(lead, Lead)
-    assert (lead.max_requests, lead.source) == (ahead(shares(rows)), MLA)
+    lead = decode_lead(H200, rows, "fa3")
+    assert (lead.sizes[0], lead.why) == ((1, ahead(shares(rows))), MLA)
 
 
 @pytest.mark.parametrize("heads", [4, 8, 16, 32])
@@ -79,22 +83,23 @@ def test_shared_prompts_are_looked_for_where_that_was_faster(heads: int) -> None
 
 @pytest.mark.parametrize(("rows", "most"), [(1, None), (5, None), (9, 4), (16, 4), (17, 16)])
 def test_a_number_between_is_judged_as_the_larger(rows: int, most: int | None) -> None:
-    lead = lead_over(H200, "fa3", rows)
-    assert isinstance(lead, Lead) and lead.max_requests == most
+    lead = decode_lead(H200, rows, "fa3")
+    assert lead.sizes[0] == (1, most)
     assert lead.covers(4) and lead.covers(1000) == lead.covers(257) == (most is None)
     assert lead.covers(17) == (most is None)
 
 
 def test_without_a_measurement_there_is_no_lead() -> None:
-    assert lead_over(KNOWN_TARGETS["B200"], "fa3", 4) == (
-        "no result compares this package's decode with fa3 on sm100"
-    )
-    assert lead_over(H200, "cutlass", 4) == (
-        "no result compares this package's decode with cutlass on sm90"
-    )
-    assert lead_over(H200, "fa3", 33) == (
-        "its decode was compared with fa3 at up to 32 query rows per request, and this rank has 33"
-    )
+    for target, heads, kernel, why in (
+        (KNOWN_TARGETS["B200"], 4, "fa3", "no result compares mla_decode with fa3 on sm100"),
+        (H200, 4, "cutlass", "no result compares mla_decode with cutlass on sm90"),
+        (
+            *(H200, 33, "fa3"),
+            "its decode was compared with fa3 at up to 32 query rows per request, and this rank"
+            " has 33",
+        ),
+    ):
+        assert decode_lead(target, heads, kernel) == Lead((), why)
 
 
 # the benchmark's name of the variant that the table takes, by heads and query tokens
@@ -118,20 +123,26 @@ def test_the_limits_of_sparse_mla_are_those_of_the_result_file(phase: str) -> No
             shares.append(sparse_share(row, "flashmla"))
     assert found
     for heads, batches in found.items():
-        assert sparse_leads_over(H200, "flashmla", heads)[phase] == Lead(ahead(batches), SPARSE)
+        assert sparse_leads(H200, heads)[phase] == Lead(((1, ahead(batches)),), SPARSE)
 
 
 def test_sparse_heads_between_are_judged_as_the_larger() -> None:
-    source = SPARSE
-    assert sparse_leads_over(H200, "flashmla", 5)["decode"] == Lead(None, source)
-    assert sparse_leads_over(H200, "flashmla", 33)["decode"] == Lead(64, source)
-    assert sparse_leads_over(H200, "flashmla", 8)["prefill"] == Lead(None, source)
-    assert sparse_leads_over(H200, "flashmla", 33)["prefill"] == (
-        "its sparse prefill was compared with flashmla at up to 32 heads per rank, and this rank"
-        " has 33"
-    )
-    assert sparse_leads_over(KNOWN_TARGETS["MI355X"], "flashmla", 8)["decode"] == (
-        "no result compares this package's sparse decode with flashmla on gfx950"
+    for heads, phase, lead in (
+        (5, "decode", Lead(((1, None),), SPARSE)),
+        (33, "decode", Lead(((1, 64),), SPARSE)),
+        (8, "prefill", Lead(((1, None),), SPARSE)),
+        (
+            *(33, "prefill"),
+            Lead(
+                (),
+                "its sparse prefill was compared with flashmla at up to 32 heads per rank, and"
+                " this rank has 33",
+            ),
+        ),
+    ):
+        assert sparse_leads(H200, heads)[phase] == lead
+    assert sparse_leads(KNOWN_TARGETS["MI355X"], 8)["decode"] == Lead(
+        (), "no result compares sparse_mla with flashmla on gfx950"
     )
 
 
@@ -149,7 +160,7 @@ def test_what_is_said_of_deepseek_v4() -> None:
         f"attention in {phase}s, where {source} has them ahead of flashmla"
         for phase in ("decode", "prefill")
     ]
-    with pytest.raises(LookupError, match="no result compares this package's sparse decode"):
+    with pytest.raises(LookupError, match="no result compares sparse_mla"):
         FAMILY.describe_model(KNOWN_TARGETS["MI300X"], DEEPSEEK_V4, 1)
 
 

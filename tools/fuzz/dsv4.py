@@ -14,7 +14,7 @@ from backend_core.operator import Selection, forced
 from backend_core.tables.schema import UPSTREAM
 from backend_core.tables.select import load_table
 from backend_core.target import Target
-from backend_core.testing.fuzz import Draw, FuzzBatch, FuzzCase, MismatchError, as_bytes
+from backend_core.testing.numerics import as_bytes
 from dsv4_backend import (
     CompressorSpec,
     LaunchCache,
@@ -30,7 +30,6 @@ from dsv4_backend.launch_params import TABLES
 from dsv4_backend.queries import OPERATOR
 from dsv4_backend.queries.torch import in_torch as queries_torch
 from dsv4_backend.step_plan import CompressorStepPlan, StateLayout
-from dsv4_backend.testing import low_ratio
 from dsv4_backend.testing.engine import (
     POISON,
     Chunk,
@@ -42,6 +41,8 @@ from dsv4_backend.testing.engine import (
     rope_table,
 )
 from dsv4_backend.testing.oracle import equal_share, expected_rows, within_one_code
+from tools.fuzz.batches import Draw, FuzzBatch, FuzzCase, MismatchError
+from tools.fuzz.dsv4_low_ratio import low_ratio_case
 
 CPU = torch.device("cpu")
 ALLOWED = 0.2
@@ -88,21 +89,6 @@ KINDS = (
         make_spec("fp8_two_pools", 128, rounding="sglang", page_tokens=1),
     ),
 )
-
-
-def fuzz_cases() -> Mapping[str, FuzzCase]:
-    """What `Family.fuzz_cases` of the compressor is."""
-
-    def steps(phase: str) -> FuzzCase:
-        return lambda draw, target, device: _Step(phase, draw, target, device).batch()
-
-    return {
-        "decode": steps("decode"),
-        "prefill": steps("prefill"),
-        "in_place": in_place_case,
-        "low_ratio": low_ratio.fuzz_case,
-        "queries": queries_case,
-    }
 
 
 def drawn_path(draw: Draw, target: Target, operator: str, *features: str) -> Selection[Any, Any]:
@@ -247,6 +233,11 @@ class _Step:
         return 1.0 - share, ALLOWED
 
 
+def steps_case(phase: str) -> FuzzCase:
+    """``compress_decode_`` or ``compress_prefill_``."""
+    return lambda draw, target, device: _Step(phase, draw, target, device).batch()
+
+
 def in_place_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random call of ``compress_norm_rope_hadamard_``."""
     head_dim = draw.choice("head_dim", (128, 512))
@@ -362,3 +353,12 @@ def queries_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
         return float(other.float().mean()), max(0.02, 1.5 / (tokens * heads))
 
     return FuzzBatch(fill, run, error)
+
+
+CASES: Mapping[str, FuzzCase] = {
+    "decode": steps_case("decode"),
+    "prefill": steps_case("prefill"),
+    "in_place": in_place_case,
+    "low_ratio": low_ratio_case,
+    "queries": queries_case,
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from backend_core.contracts import interprets
 from backend_core.operator import forced
 from backend_core.target import Target
-from backend_core.testing.fuzz import Draw, FuzzBatch, MismatchError, output_error, worst
 from mla_backend.api import mla_decode, select_mla_decode
 from mla_backend.launch_params import TABLES
 from mla_backend.plan import MlaPlanner
@@ -20,6 +20,7 @@ from mla_backend.scratch import Scratch
 from mla_backend.spec import MlaSpec
 from mla_backend.testing.cases import SCALE, MlaCase, expected, make_case
 from mla_backend.testing.checks import ALLOWED, LSE_ALLOWED
+from tools.fuzz.batches import Draw, FuzzBatch, FuzzCase, MismatchError, output_error, worst
 
 SPECS = {
     "4 heads": MlaSpec(4, 64),
@@ -129,3 +130,6 @@ class _Decode:
 def decode_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random step of ``mla_decode``."""
     return _Decode(draw, target, device).batch()
+
+
+CASES: Mapping[str, FuzzCase] = {"mla_decode": decode_case}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from backend_core.testing.fuzz import Draw, expect_untouched
 from kda_backend.contract.values import StateRef
+from tools.fuzz.batches import Draw, expect_untouched
 
 _UNTOUCHED = 12345.0
 _EACH = 2  # snapshots of a sequence

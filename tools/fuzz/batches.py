@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from backend_core.target import Target
+from backend_core.testing.numerics import as_bytes
 
 T = TypeVar("T")
 MODES = ("alone", "refilled", "interleaved")
@@ -128,7 +129,7 @@ def run_batch(
     """Draw batch number ``seed`` of a family, run it and compare it.
 
     Args:
-        cases: of the family, by operator (``Family.fuzz_cases``).
+        cases: of the family, by operator.
         others: cases of any family, by family and operator, whose calls may come in between.
     """
     draw = Draw(seed)
@@ -160,11 +161,6 @@ def expect_untouched(what: str, before: torch.Tensor, after: torch.Tensor) -> No
     """Raises `MismatchError` where a byte differs; ``what`` begins the sentence."""
     if not torch.equal(as_bytes(before), as_bytes(after)):
         raise MismatchError(f"{what} was written and must stay as it was")
-
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """uint8, so that NaN equals NaN."""
-    return x.contiguous().view(torch.uint8)
 
 
 def worst(*pairs: tuple[float, float]) -> tuple[float, float]:

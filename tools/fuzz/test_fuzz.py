@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,11 @@ import torch
 
 from backend_core.family import families
 from backend_core.target import detect_target
-from backend_core.testing.fuzz import (
+from kda_backend import kda_prefill
+from tests.core.evidence import RESULTS, ROOT
+from tools.fuzz import __main__ as fuzz
+from tools.fuzz import kda as kda_fuzz
+from tools.fuzz.batches import (
     Draw,
     FuzzBatch,
     MismatchError,
@@ -22,34 +29,30 @@ from backend_core.testing.fuzz import (
     run_batch,
     worst,
 )
-from kda_backend.testing import fuzz as kda_fuzz
-from tests.cli.program import run as run_here
-from tests.core.test_family import program
+from tools.fuzz.worker import CASES
 
 BATCHES = 80
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(family: str, seed: int) -> Outcome:
-    known = {name: found.fuzz_cases() for name, found in families().items()}
-    others = {f"{name} {x}": case for name, cases in known.items() for x, case in cases.items()}
-    return run_batch(seed, known[family], others, detect_target(), DEVICE)
+    others = {f"{name} {x}": case for name, cases in CASES.items() for x, case in cases.items()}
+    return run_batch(seed, CASES[family], others, detect_target(), DEVICE)
 
 
 @pytest.mark.parametrize("family", list(families()))
 def test_batches_are_right(family: str) -> None:
     outcomes = [run(family, seed) for seed in range(BATCHES)]
     assert [outcome.message for outcome in outcomes if outcome.status != "ok"] == []
-    assert {outcome.operator for outcome in outcomes} == set(families()[family].fuzz_cases())
+    assert {outcome.operator for outcome in outcomes} == set(CASES[family])
 
 
 @pytest.fixture
 def lost_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A regression: where a chunk has a single token, its output is not written."""
-    right = kda_fuzz.kda_prefill
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        result, plan = right(*args, **kwargs), args[3]
+        result, plan = kda_prefill(*args, **kwargs), args[3]
         if isinstance(plan, torch.Tensor):
             offsets = plan.tolist()
             for begin, end in itertools.pairwise(offsets):
@@ -107,13 +110,15 @@ def test_what_is_written_beside_the_result_is_a_mismatch() -> None:
 
 
 PLANTED = """
-import dataclasses, os
-import kda_backend.family
+import os
+
+import torch
+
+from tools.fuzz import worker
+from tools.fuzz.batches import FuzzBatch
+
 
 def draw_sum(draw, target, device):
-    import torch
-    from backend_core.testing.fuzz import FuzzBatch
-
     x = torch.empty(draw.integer("rows", 1, 9), dtype=torch.float64, device=device)
     result = []
 
@@ -127,69 +132,71 @@ def draw_sum(draw, target, device):
 
     return FuzzBatch(fill, run, lambda: (abs(float(result[0] - sum(x.tolist()))), 0.5))
 
-cases = {} if os.environ.get("PLANT_NO_CASES") else {"sum": draw_sum}
-kda_backend.family.FAMILY = dataclasses.replace(
-    kda_backend.family.FAMILY, fuzz_cases=lambda: cases
-)
+
+worker.CASES = {"kda": {"sum": draw_sum}}
+worker.main()
 """
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """On the path of `program`: one operator in the place of those that KDA's fuzz attacks."""
-    (tmp_path / "sitecustomize.py").write_text(PLANTED)
-    return tmp_path
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers have one operator in the place of those of all families."""
+    (tmp_path / "planted_worker.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fuzz, "WORKER", "planted_worker")
 
 
-def test_the_program_attacks_a_familys_operators(folder: Path, tmp_path: Path) -> None:
+def test_the_program_attacks_a_familys_operators(
+    planted: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     kept = tmp_path / "fuzz.json"
-    arguments = ("check", "--fuzz", "12", "--seed", "40", "--family", "kda", "--jobs", "2")
-    code, out, err = program(folder, *arguments, "--json", str(kept))
-    assert code == 0, err
+    arguments = ["--batches", "12", "--seed", "40", "--family", "kda", "--jobs", "2"]
+    assert fuzz.main([*arguments, "--output", str(kept)]) == 0
     report = json.loads(kept.read_text())
     (row,) = report["rows"]
     assert (row["family"], row["operator"]) == ("kda", "sum")
     assert (row["batches"], row["mismatches"]) == (12, 0) and row["seconds"] >= 0.0
-    assert out.splitlines()[-1].startswith("fuzz: 12 of 12 batches right")
+    assert (report["seed"], report["failures"], list(report["wall_seconds"])) == (40, [], ["kda"])
+    assert report.keys() == json.loads((ROOT / RESULTS / "fuzz_h200.json").read_text()).keys()
+    assert capsys.readouterr().out.splitlines()[-1] == "fuzz: 12 of 12 batches right, seed 40"
 
 
 def test_a_mismatch_prints_the_line_that_runs_it_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    planted: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PLANT_WRONG", "1")
-    code, out, _ = program(folder, "check", "--fuzz", "2", "--family", "kda", "--jobs", "1")
-    assert code == 1
-    (line, *_) = [x.strip() for x in out.splitlines() if "kda-dsv4 check --fuzz 1 --seed" in x]
-    code, again, _ = program(folder, *line.split()[1:])
-    assert code == 1 and line in again
+    assert fuzz.main(["--batches", "2", "--family", "kda", "--jobs", "1"]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    (line, *_) = [line for line in lines if line.startswith("python -m tools.fuzz --batches 1 ")]
+    assert fuzz.main(line.split()[3:]) == 1 and line in capsys.readouterr().out
 
 
 def test_a_batch_that_ends_its_process_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    planted: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PLANT_DIES", "1")
-    code, out, _ = program(folder, "check", "--fuzz", "5", "--family", "kda", "--jobs", "2")
-    assert code == 1 and "the process ended with 3" in out
-    assert "of 5 batches right" in out
+    assert fuzz.main(["--batches", "5", "--family", "kda", "--jobs", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "the process ended with 3" in out and "of 5 batches right" in out
 
 
-def test_a_family_without_cases_is_one_sentence(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_batch_without_a_process_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PLANT_NO_CASES", "1")
-    code, out, err = program(folder, "check", "--fuzz", "1", "--family", "kda")
-    assert (code, out) == (1, "")
-    assert err == "kda-dsv4: nothing to fuzz: kda declares no fuzz cases\n"
+    """After too many of them the rest is left out."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(fuzz, "MAX_FAILURES", 2)
+    assert fuzz.main(["--batches", "9", "--family", "kda", "--jobs", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "fuzz: 0 of 2 batches right" in out and "the rest was left out after 2 failures" in out
+    assert "Resource temporarily unavailable" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--seed", "3"], "--seed must come with --fuzz"),
-        (["--family", "kda"], "--family must come with --fuzz"),
-        (["--fuzz", "1", "--interpret", "H200"], "must come without --interpret"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(arguments: list[str], message: str) -> None:
-    code, out, err = run_here("check", *arguments)
-    assert code == 2 and out == "" and message in err
+def test_a_family_that_is_unknown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fuzz.main(["--batches", "1", "--family", "mha"])
+    assert "invalid choice: 'mha'" in capsys.readouterr().err

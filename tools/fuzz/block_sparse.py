@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,6 @@ from torch import Tensor
 
 from backend_core.tables.select import load_table
 from backend_core.target import Target
-from backend_core.testing.fuzz import (
-    Draw,
-    FuzzBatch,
-    MismatchError,
-    expect_untouched,
-    output_error,
-    worst,
-)
 from block_sparse_backend import reference
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.drop_ins.sageattention import sageattn
@@ -37,6 +30,15 @@ from block_sparse_backend.spec import BlockSparseSpec
 from block_sparse_backend.testing.cases import LSE_ERROR, OUT_ERROR, causal_seen
 from block_sparse_backend.testing.checks import INT8_ERROR
 from block_sparse_backend.variants.sage import SageMode
+from tools.fuzz.batches import (
+    Draw,
+    FuzzBatch,
+    FuzzCase,
+    MismatchError,
+    expect_untouched,
+    output_error,
+    worst,
+)
 
 EDGES = (1, 2, 63, 64, 65, 127, 128, 129)
 LONGEST = 200
@@ -257,3 +259,6 @@ def int8_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
         return worst(output_error(out[~dead], want[~dead], bound), of_lse)
 
     return FuzzBatch(fill, run, error)
+
+
+CASES: Mapping[str, FuzzCase] = {"block_sparse": block_sparse_case, "block_sparse_int8": int8_case}
