@@ -131,7 +131,7 @@ def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = Non
     Args:
         long: lengths, from which to which, of 16 prompts that reach over blocks of the prefix
             cache, instead of 64 of mixed lengths. One after the other they resume from it, and they
-            are asked with another last quarter too.
+            are asked with more behind them too.
     """
     name = "long_tokens" if long else "tokens"
 
@@ -153,7 +153,7 @@ def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = Non
         found = {"lengths": lengths, "together": together, "apart": apart}
         if long:
             ends = [prompt_of(rng, rng.randint(5, 150)) for _ in batch]
-            again = [one[: 3 * len(one) // 4] + end for one, end in zip(batch, ends, strict=True)]
+            again = [one + end for one, end in zip(batch, ends, strict=True)]
             found["resumed"] = asked.greedy(again)
             if not any(row["cached"] for row in found["resumed"]):
                 raise ValueError("expected prompts that resume from the prefix cache, got none")
