@@ -18,8 +18,8 @@ _GONE = frozenset(
 """Functions that were slower at both callers' shapes, and are not in this package any more."""
 
 
-_FILES = ("dropins_h200.json", "dropins_flash_mla_h200.json")
-"""Of two runs on the same day; the second had no SageAttention and no SpargeAttn."""
+_FILES = ("dropins_h200.json", "dropins_flash_mla_h200.json", "dropins_sage_h200.json")
+"""Of three runs on the same day; each one's originals were other packages."""
 
 
 def _is_gone(row: dict[str, Any]) -> bool:
@@ -29,22 +29,23 @@ def _is_gone(row: dict[str, Any]) -> bool:
 
 def drop_ins() -> list[str]:
     """Each function at two callers' shapes, those that were deleted after it too."""
-    name, second = _FILES
+    name, flash_mla, sage = _FILES
     report = load(name)
-    rows = [row for file in _FILES for row in load(file)["rows"]]
-    kept = [row for row in rows if not _is_gone(row)]
-    gone = [row for row in rows if _is_gone(row)]
+    newest = {_case(row): row for file in _FILES for row in load(file)["rows"] if _compared(row)}
+    kept = [row for row in newest.values() if not _is_gone(row)]
+    gone = [row for row in newest.values() if _is_gone(row)]
     titles = ["function", "caller", "ours", "original", "×", "host", "original's", "error"]
     titles.append("original's error")
-    refused = sorted({row["function"] for row in kept if "theirs_us" not in row})
     return [
         *section("Drop-ins beside their originals", report, name),
         "",
         "Times of a call in µs, on the GPU and on the host, and relative L2 errors to float64 in"
         " thousandths. × is the time of the original over ours. The originals are FlashInfer 0.7.2,"
         " SageAttention 2.2.0, SpargeAttn 0.1.0 and FlashMLA as vLLM 0.33.0 builds it. FlashMLA's"
-        f" and FlashInfer's rows are of another run ([{second}](../benchmarks/results/{second})),"
-        f" which had no original of {_named(refused)}.",
+        f" and FlashInfer's rows are of [another run](../benchmarks/results/{flash_mla}), and those"
+        f" of `sageattn` and `sageattn_varlen` of [a third](../benchmarks/results/{sage}).",
+        "`sageattn_varlen` takes values of 8 bits here, as `sageattn` does on Hopper, and of 16"
+        " bits in the original.",
         "",
         *table(titles, map(_cells, kept)),
         "",
@@ -53,6 +54,14 @@ def drop_ins() -> list[str]:
         "",
         *table(titles, map(_cells, gone)),
     ]
+
+
+def _case(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["function"], row["caller"], str(row["shape"])
+
+
+def _compared(row: dict[str, Any]) -> bool:
+    return "theirs_us" in row
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -40,8 +40,6 @@ def compressor() -> list[str]:
             f"sglang {report['sglang']}'s kernels, on its rings. The table leaves prefills and C128"
             " decodes of more than 64 requests to them.",
         ),
-        *section("DeepSeek-V4's compressor where no peer runs", report, name),
-        *_alone(report["rows"]),
         *_split_channels(),
         *_low_ratio(),
     ]
@@ -51,25 +49,22 @@ def _low_ratio() -> list[str]:
     """DeepSeek-V4.1's compressors with the records that vLLM keeps on Hopper."""
     name = "dsv4_low_ratio_h200.json"
     report = load(name)
-    rows = [row for row in report["rows"] if row.get("vllm_gpu_ms") and row["main"] == "fp8_ds_mla"]
-    cells = (
-        [
-            *(row["phase"], str(row["ratio"]), f"{row['n']:,}"),
-            *(us(row[f"{side}_gpu_ms"]) for side in ("ours", "vllm", "vllm_two_streams")),
-            f"{row['vllm_two_streams_gpu_ms'] / row['ours_gpu_ms']:.2f}",
-        ]
-        for row in rows
-    )
-    titles = ["phase", "ratio", "requests or tokens", "ours", "vLLM", "two streams", "×"]
+    times: dict[tuple[str, str], dict[str, str]] = {}
+    for row in report["rows"]:
+        if row["main"] == "fp8_ds_mla" and row.get("vllm_gpu_ms"):
+            ours = row["ours_gpu_ms"]
+            ratios = (row[f"{peer}_gpu_ms"] / ours for peer in ("vllm", "vllm_two_streams"))
+            cell = ", ".join((us(ours), *(f"{ratio:.2f}×" for ratio in ratios)))
+            times.setdefault((row["phase"], f"{row['n']:,}"), {})[f"ratio {row['ratio']}"] = cell
     return [
         "",
         *section("DeepSeek-V4.1's compressors beside vLLM", report, name),
         "",
-        f"Times in µs of a step beside vLLM {report['vllm']}'s four launches, on one stream and on"
-        " the two that vLLM uses on CUDA. × is the time of two streams over ours. A draft has four"
-        " tokens. Records of 4 bits have no peer on Hopper.",
+        f"Times of a step in µs, and those of vLLM {report['vllm']}'s four launches over it, on one"
+        " stream and on the two that vLLM uses on CUDA. A draft has four tokens. Records of 4 bits"
+        " have no peer on Hopper.",
         "",
-        *table(titles, cells),
+        *by_size(["phase", "requests or tokens"], times),
     ]
 
 
@@ -120,20 +115,3 @@ def _compressor_table(report: dict[str, Any], layout: str, peers: str) -> list[s
 def _part(row: dict[str, Any]) -> str:
     rotated = ", rotated" if row.get("rotate") else ""
     return f"{row['part']}, C{row['ratio']}{rotated}"
-
-
-def _alone(rows: list[dict[str, Any]]) -> list[str]:
-    """Rotated queries and rows in place, which no engine has, and fp4 queries."""
-    times: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
-        if not compressor_peers(row):
-            size = (row["phase"], f"{row['n']:,}")
-            times.setdefault(size, {})[_part(row)] = us(row["ours_gpu_ms"])
-    return [
-        "",
-        "These have no peer: vLLM rotates neither queries nor pooled rows in place"
-        " (indexer_rows: norm, RoPE and rotation), and its kernel for fp4 queries does not build"
-        " for sm_90. Times in µs:",
-        "",
-        *by_size(["phase", "tokens"], times),
-    ]

@@ -89,7 +89,7 @@ def cut_models() -> list[str]:
         more = [side for side in report["sides"] if side not in ("upstream", "flag")]
         names = {"upstream": "upstream", "flag": "with the flag"}
         names |= {side: f"the flag, {side.replace('_', ' ')}" for side in more}
-        cells = (
+        cells = [
             [
                 row["what"],
                 *(f"{row[f'{s}_ms']:,.1f}" if f"{s}_ms" in row else "" for s in names),
@@ -97,16 +97,15 @@ def cut_models() -> list[str]:
             ]
             for row in both(report)
             if row["kind"] != "load"
-        )
+        ]
         sizes = report["sides"]["flag"]["engine"].get("cudagraph_sizes")
         lines += [
             *section(f"{title} {report['engine'].split()[-1]}, default mode", report, name),
             "",
-            f"The configuration with {', '.join(cut)}, and random weights. Times in ms."
+            f"The configuration with {', '.join(cut)}, and random weights."
             + (f" Sizes of graphs: {sizes}." if sizes else ""),
             "",
-            *table(["", *names.values(), "×"], cells),
-            "",
+            *([*table(["ms", *names.values(), "×"], cells), ""] if cells else []),
             *([] if report.get("beside") else _memory(report)),
             *_tokens_and_paths(report),
         ]
@@ -116,15 +115,15 @@ def cut_models() -> list[str]:
 def _tokens_and_paths(report: dict[str, Any]) -> list[str]:
     """How greedy tokens agree, which paths prefills took, and which steps ran in graphs."""
     lines = []
-    for key, prompts in (("agreement", ""), ("agreement_long", ", prompts of 4,096 and more")):
-        for what, found in report.get(key, {}).items():
-            if what.startswith(("upstream and", "flag and")):
-                partings = len(found["partings"])
-                lines.append(
-                    f"- Greedy tokens, {what.replace('_', ' ')}{prompts}: the same for"
-                    f" {found['same']} of {found['prompts']} prompts; rounding explains"
-                    f" {found['explained']} of {partings} differences."
-                )
+    for key, prompts in (("agreement", "short prompts"), ("agreement_long", "long prompts")):
+        pairs = [
+            f"{what.replace('_', ' ')} {found['same']} of {found['prompts']} the same, and rounding"
+            f" explains {found['explained']} of {len(found['partings'])} differences"
+            for what, found in report.get(key, {}).items()
+            if what.startswith(("upstream", "flag and"))
+        ]
+        if pairs:
+            lines.append(f"- Greedy tokens of {prompts}: {'; '.join(pairs)}.")
     flag = report["sides"]["flag"]
     for path, sizes in flag.get("paths", {}).items():
         how = [f"{len(of)} {kind} sizes of up to {max(of):,}" for kind, of in sizes.items() if of]

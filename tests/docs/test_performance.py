@@ -88,9 +88,9 @@ def test_a_cut_models_file_has_a_section_once_it_is_there(
     text = "\n".join(engines.cut_models())
     assert "## GLM-5.3-Flash's layers in sglang 0.5.23, default mode" in text
     assert "The configuration with 4 layers, 64 experts, and random weights." in text
-    assert "|  | upstream | with the flag | the flag, no prefill graphs | × |" in text
+    assert "| ms | upstream | with the flag | the flag, no prefill graphs | × |" in text
     assert "| 1 × 512 | 3.0 | 2.0 | 2.5 | 1.50 |" in text
-    assert "- Greedy tokens, flag and no prefill graphs, apart: the same for 16 of 16" in text
-    assert "upstream and flag, resumed, prompts of 4,096 and more: the same for 16" in text
+    assert "flag and no prefill graphs, apart 16 of 16 the same" in text
+    assert "upstream and flag, resumed 16 of 16 the same" in text
     assert "`two_stage_sm90`: 2 captured sizes of up to 512, 1 eager sizes of up to 8,192" in text
     assert "80 of 90 prefill steps" in text and "70 of them" in text
