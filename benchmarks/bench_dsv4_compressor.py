@@ -5,9 +5,8 @@
 
 Parts: ``main`` (C4 and C128), ``indexer``, ``both`` (a C4 layer's two compressors, one call after
 the other), on tensors as vLLM lays them out (fp32 projections, a paged fp32 state, a block table)
-and as sglang does (``layout`` ``ring``, where the indexer rotates); and ``indexer_rows``, the
-in-place operator on pooled rows, which has no peer. ``--only low_ratio`` measures DeepSeek-V4.1's
-compressors instead (`benchmarks.dsv4_low_ratio`), whose rows go into a file of their own.
+and as sglang does (``layout`` ``ring``, where the indexer rotates). ``--only low_ratio`` measures
+DeepSeek-V4.1's compressors instead (`benchmarks.dsv4_low_ratio`), into a file of their own.
 
 ``vllm`` is vLLM 0.33's step in Triton, ``vllm_cutedsl`` its step as it runs on CUDA, and
 ``sglang_jit`` sglang 0.5.23's. Every implementation writes into poison, and its records and state
@@ -269,12 +268,6 @@ def in_place_call(n: int, **options: Any) -> Step:
     return lambda: compress_norm_rope_hadamard_(x, weight, 1e-6, table, plan, **options)
 
 
-def measure_rows(n: int, bandwidth: float) -> dict[str, Any]:
-    row = new_row(("decode", "indexer_rows", 4, n, "all"))
-    take_times(row, "ours", in_place_call(n))
-    return row | {"floor_ms": 2 * n * 128 * 4 / (bandwidth * 1e6)}
-
-
 def cases() -> list[Case]:
     found: list[Case] = [("decode", p, r, n, "all") for p, r in PARTS for n in DECODE]
     found += [("decode", p, r, n, "mixed") for p, r in PARTS for n in (1, 64, 512)]
@@ -289,8 +282,6 @@ def tasks(only: str | None = None) -> list[Callable[[Peers, float, int], dict[st
     for layout in PEERS:
         for case in cases():
             found.append(functools.partial(measure, layout, case))
-    for n in DECODE:
-        found.append(lambda peers, bandwidth, task, n=n: measure_rows(n, bandwidth))
     for cache_format, rotate in itertools.product(FORMATS, (False, True)):
         for n in QUERIES:
             found.append(functools.partial(measure_queries, cache_format, rotate, n))

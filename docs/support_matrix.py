@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_cli.serve import SERVERS
 from backend_core.engines import ENGINES
 from backend_core.family import PACKAGES, Family
+from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import PathTable, load_table
 from backend_core.target import KNOWN_TARGETS, Target
 
@@ -141,21 +142,32 @@ def _paths() -> list[str]:
         "",
         "Paths stand in order of preference; `kda-dsv4 info --target all` prints each row.",
         "",
-        "| part | family | operator | paths | rows with measured parameters |",
-        "|---|---|---|---|---|",
+        "| part | family | operator | paths | rows with measured parameters | with Triton |",
+        "|---|---|---|---|---|---|",
     ]
+    parts: dict[tuple[str, ...], list[str]] = {}
     for target in KNOWN_TARGETS.values():
         if target.vendor == "cpu":
             continue
         for family in FAMILIES.values():
             table = _table(family, target)
-            for operator in family.tables.operator_names if table is not None else ():
+            if table is None:
+                continue
+            for operator in family.tables.operator_names:
                 rows = [row for row in table.rows if row.operator == operator]
                 names = ", ".join(dict.fromkeys(f"`{row.name}`" for row in rows))
                 measured = f"{sum(row.measured for row in rows)} of {len(rows)}"
-                cells = (target.name, family.name, f"`{operator}`", names, measured)
-                lines.append(f"| {' | '.join(cells)} |")
+                with_triton = ", ".join(_releases(rows)) or "-"
+                cells = (family.name, f"`{operator}`", names, measured, with_triton)
+                parts.setdefault(cells, []).append(target.name)
+    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in parts.items()]
     return [*lines, "", "On a CPU every operator has the path `torch`."]
+
+
+def _releases(rows: list[KernelPath]) -> list[str]:
+    """The releases of Triton with which rows were measured, as their result files say."""
+    files = {ROOT / row.provenance.rpartition(", ")[2] for row in rows if row.measured}
+    return sorted({json.loads(file.read_text(encoding="utf-8"))["triton"] for file in files})
 
 
 def _triton() -> list[str]:
