@@ -68,7 +68,10 @@ def install(backend: Any) -> None:
 
 def _refusal(backend: Any) -> str | None:
     if getattr(backend, "low_ratios", ()):
-        return "the compressors of DeepSeek-V4.1, of ratio 1 and 2, are not served in sglang"
+        return (
+            "the compressors of DeepSeek-V4.1, of ratio 1 and 2, stay sglang's, which rounds main"
+            " records to bf16 and to NVFP4 before it stores them in any format"
+        )
     kind = type(backend)
     step = getattr(kind, _STEP)
     if step is not getattr(CompressorBackendMixin, _STEP):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def test_every_family_of_the_repository_is_shown() -> None:
     for family in support_matrix.FAMILIES.values():
         assert f" {family.title} |" in page
         for operator in family.tables.operator_names:
-            assert f"| H200 | {family.name} | `{operator}` |" in page
+            assert re.search(rf"\| H200[^|]*\| {family.name} \| `{operator}` \|", page)
 
 
 def test_a_failed_check_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
