@@ -226,12 +226,9 @@ def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
     if is_elsewhere(cu_seqlens):
         return run_there(cu_seqlens, build_chunk_table, locals())
     n = cu_seqlens.shape[0] - 1
-    sizes = (capacity, capacity, capacity, capacity, n + 1, n)
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + -(-size // 4) * 4)
-    memory = torch.empty(ends[-1], dtype=torch.int32, device=cu_seqlens.device)
-    table = ChunkTable(*(memory[at : at + size] for at, size in zip(ends, sizes, strict=False)))
+    sizes = [part for size in (*(capacity,) * 4, n + 1, n) for part in (size, -size % 4)]
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=cu_seqlens.device)
+    table = ChunkTable(*memory.split_with_sizes(sizes)[::2])
     _chunk_table_kernel().launch(
         (max(1, -(-capacity // _TABLE_BLOCK)), 1, 1),
         cu_seqlens_ptr=cu_seqlens,

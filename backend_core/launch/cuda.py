@@ -9,16 +9,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -78,11 +80,18 @@ class CudaParams:
             ``struct.error``.
     """
 
-    def __init__(self, fields: Fields, structs: Mapping[str, Fields] | None = None) -> None:
+    def __init__(
+        self,
+        fields: Fields,
+        structs: Mapping[str, Fields] | None = None,
+        addresses: Collection[str] = (),
+    ) -> None:
         """Args:
         fields: of the struct.
         structs: by name, the types of fields that are structs themselves, such as a pointer
             with its strides. All members of one have 8 bytes.
+        addresses: fields that ``at`` fills in: a pointer, or the pointers that a struct begins
+            with.
         """
         structs = structs or {}
         members = {kind: "".join(map(_format, of)) for kind, of in structs.items()}
@@ -95,6 +104,47 @@ class CudaParams:
         scope: dict[str, Callable[..., bytes]] = {"pack": packer.pack}
         exec(_packing_function(fields, structs), scope)
         self.pack = scope["by_name"]
+        self._absent: dict[str, Any] = {}
+        pieces, begin, before = [], 0, "@"
+        for name, kind in fields:
+            of = structs.get(kind, ((name, kind),))
+            end = struct.calcsize(f"{before}0{_format(of[0])}")
+            before += "".join(map(_format, of))
+            if name not in addresses:
+                continue
+            pointers = list(itertools.takewhile(lambda field: field[1].endswith("*"), of))
+            self._absent[name] = (0,) * len(pointers) if kind in structs else 0
+            for _ in pointers:
+                pieces.append(f"{end - begin}s")
+                begin = end = end + 8
+        pieces.append(f"{self.size - begin}s")
+        self._cut, self._join = (struct.Struct("=" + x.join(pieces)) for x in ("8x", "Q"))
+
+    def at(self, strides: Mapping[str, tuple[int, ...]], **fields: float) -> Callable[..., bytes]:
+        """``pack`` for launches that differ in addresses alone.
+
+        Args:
+            strides: the other members of structs that begin with addresses; those of other fields
+                are passed over.
+            fields: all others.
+
+        Returns:
+            A function of as many addresses as are filled in, in the order of the fields.
+        """
+        absent = {
+            name: zeros + strides[name] if name in strides else zeros
+            for name, zeros in self._absent.items()
+        }
+        pieces, join = self._cut.unpack(self.pack(**fields, **absent)), self._join.pack
+        parts: list[bytes | int] = [0] * (2 * len(pieces) - 1)
+        parts[::2] = pieces
+
+        def fill(*addresses: int) -> bytes:
+            whole = parts.copy()
+            whole[1::2] = addresses
+            return join(*whole)
+
+        return fill
 
 
 def _packing_function(fields: Fields, structs: Mapping[str, Fields]) -> str:

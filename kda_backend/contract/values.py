@@ -6,7 +6,7 @@ the tensors of a call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -188,6 +188,11 @@ class StateRef(NamedTuple):
         return self._replace(snapshot_chunks=chunks, snapshots=snapshots, snapshot_indices=indices)
 
     @property
+    def num_snapshots(self) -> int:
+        """Those of each sequence."""
+        return 0 if self.snapshot_chunks is None else self.snapshot_chunks.shape[1]
+
+    @property
     def snapshot_stride(self) -> int | None:
         """Elements from slot to slot of the pool that snapshots go to; ``None`` without one."""
         if self.snapshot_indices is None or self.snapshots is None:
@@ -310,6 +315,17 @@ class PrefillCall(NamedTuple):
     scratch: Scratch
     kept: Kept
     conv: ConvInputs | None = None
+
+
+RowAddresses = tuple[int, int, int, int, int, int]
+"""Of q, k, v, g, beta and the output."""
+Relaunch = Callable[
+    [RowAddresses, GateSpec, StateRef, "torch.Tensor | None", "Scratch", "tuple[int, int] | None"],
+    None,
+]
+"""The launches of a prefill's path for calls of one step that are laid out alike: their rows, gate,
+state, states before chunks and scratch memory, and the addresses of windows and taps where the path
+makes the convolution."""
 
 
 class RecurrentCall(NamedTuple):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from backend_core.launch.cuda import CudaParams
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, PrefillCall, Relaunch, StateRef, TokenInputs
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import StepPlan
 
@@ -58,6 +60,8 @@ SEQUENCE_FIELDS = (
     ("sequence_order", "const int*"),  # [N]: most chunks first
 )
 """Of both kernels that scan: where states are and which tokens a sequence has."""
+SEQUENCE_ADDRESSES = tuple(name for name, _ in SEQUENCE_FIELDS[:7])
+"""Those that differ from layer to layer of a step, as `sequence_addresses` gives them."""
 
 SNAPSHOT_POOL_FIELDS = (
     ("snapshot_indices", "const int*"),  # [N, num_snapshots]: slots, negative for none
@@ -65,6 +69,40 @@ SNAPSHOT_POOL_FIELDS = (
 )
 """After all others of these kernels, in the variants that write snapshots to a pool."""
 _SNAPSHOT_POOL_PARAMS = CudaParams(SNAPSHOT_POOL_FIELDS)
+
+
+def run(launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall) -> Relaunch | None:
+    """Runs a call of a path, and returns what makes the same launches at other addresses, if the
+    tensors can be read where they are.
+
+    Args:
+        launch_of: makes a step's launch from its first call that is laid out so; ``None`` where
+            rows start off multiples of 16 bytes by their strides.
+    """
+    tokens, gate, step_plan, state, out, chunk_states, scratch, kept, conv = call
+    if step_plan.num_sequences == 0:
+        return None  # no scan would be launched, and none would reset the counters
+    what = launch_of, chunk_states is None
+    plan, launch = kept.get(what, _NOTHING)
+    if plan() is not step_plan:
+        launch = launch_of(call)
+        kept[what] = weakref.ref(step_plan), launch
+    q, k, v, g = [x.data_ptr() for x in tokens[:4]]
+    o = out.data_ptr()
+    if launch is None or (q | k | v | g | o) & 15:
+        aligned = _on_16_bytes(out)
+        run(launch_of, call._replace(tokens=_tokens_on_16_bytes(tokens), out=aligned, kept={}))
+        if aligned is not out:
+            out.copy_(aligned)
+        return None
+    beta = beta_of(tokens)  # a copy must live until the launch
+    qk_conv = None if conv is None else (conv.state.data_ptr(), conv.weight.data_ptr())
+    rows = q, k, v, g, beta.data_ptr(), o
+    launch(rows, gate, state, chunk_states, scratch, qk_conv)
+    return launch if beta is tokens.beta else None
+
+
+_NOTHING = (lambda: None, None)  # no plan
 
 
 class Track(enum.IntEnum):
@@ -107,31 +145,6 @@ def tile_defines(variant: Variant) -> dict[str, int]:
 def intra_defines(variant: Variant, ctas_per_sm: int) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu."""
     return tile_defines(variant) | {"MIN_BLOCKS": ctas_per_sm}
-
-
-class Layout(NamedTuple):
-    """Sizes and strides of a call.
-
-    Attributes:
-        misaligned: rows of q, k, v, g or the output start off multiples of 16 bytes by their
-            strides.
-        q, k, v, g, o, beta: strides of a token and of a head.
-        state_in, state_out, chunk_states: strides (row, head, V, K), zeros where there is none.
-    """
-
-    value_heads: int
-    heads_per_key: int
-    misaligned: bool
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    g: tuple[int, ...]
-    o: tuple[int, ...]
-    beta: tuple[int, ...]
-    state_in: tuple[int, int, int, int]
-    state_out: tuple[int, int, int, int]
-    chunk_states: tuple[int, int, int, int]
-    num_snapshots: int
 
 
 def beta_of(tokens: TokenInputs) -> torch.Tensor:
@@ -193,30 +206,21 @@ def pack_snapshot_pool(state: StateRef) -> bytes:
     )
 
 
-def layout_of(
-    tokens: TokenInputs, state: StateRef, out: torch.Tensor, chunk_states: torch.Tensor | None
-) -> Layout:
-    """Sizes and strides of a call."""
-    q, k, v, g, o = (x.stride()[1:3] for x in (*tokens[:4], out))
-    value_heads = tokens.v.shape[2]
-    return Layout(
-        value_heads=value_heads,
-        heads_per_key=value_heads // tokens.q.shape[2],
-        misaligned=any(2 * stride % 16 for strides in (q, k, v, g, o) for stride in strides),
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        o=o,
-        beta=beta_of(tokens).stride()[1:],
-        state_in=state.strides(state.read),
-        state_out=state.strides(state.write),
-        chunk_states=state.strides(chunk_states),
-        num_snapshots=0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
-    )
+def strides_of(call: PrefillCall) -> dict[str, tuple[int, ...]] | None:
+    """Strides (token, head) of rows and (row, head, V, K) of states, by the names of the kernels'
+    parameters; zeros where there is none. ``None`` where q, k, v, g or the output have rows off
+    multiples of 16 bytes."""
+    (q, k, v, g, *_), state = call.tokens, call.state
+    rows = {"q": q, "k": k, "v": v, "g": g, "o": call.out}
+    strides = {name: x.stride()[1:3] for name, x in rows.items()}
+    if any((token | head) % 8 for token, head in strides.values()):
+        return None
+    strides["beta"] = beta_of(call.tokens).stride()[1:]
+    states = {"state_in": state.read, "state_out": state.write, "chunk_states": call.chunk_states}
+    return strides | {name: state.strides(x) for name, x in states.items()}
 
 
-def on_16_bytes(x: torch.Tensor) -> torch.Tensor:
+def _on_16_bytes(x: torch.Tensor) -> torch.Tensor:
     """x, or a packed copy where its rows ``[B, T, heads, 128]`` are not on 16 bytes, as vector
     loads and stores need them."""
     _, stride_t, stride_h, _ = x.stride()
@@ -225,9 +229,9 @@ def on_16_bytes(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def tokens_on_16_bytes(tokens: TokenInputs) -> TokenInputs:
-    """`on_16_bytes` of q, k, v and g."""
-    q, k, v, g = map(on_16_bytes, tokens[:4])
+def _tokens_on_16_bytes(tokens: TokenInputs) -> TokenInputs:
+    """`_on_16_bytes` of q, k, v and g."""
+    q, k, v, g = map(_on_16_bytes, tokens[:4])
     return TokenInputs(q, k, v, g, *tokens[4:])
 
 
@@ -240,6 +244,13 @@ def gate_parameter(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
         x = x.float() if x.dtype != torch.float32 else x.clone()
         address = x.data_ptr()
     return x, address
+
+
+def sequence_addresses(state: StateRef, chunk_states: torch.Tensor | None) -> list[int]:
+    """Of `SEQUENCE_ADDRESSES`, 0 for none."""
+    read, write, _, indices, has_initial, chunks, snapshots, _, _, _ = state
+    tensors = (read, write, indices, has_initial, chunk_states, chunks, snapshots)
+    return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def address_of(tensor: torch.Tensor | None) -> int:
