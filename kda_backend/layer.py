@@ -35,7 +35,7 @@ from kda_backend.layer_checkpoints import (
 )
 from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
 from kda_backend.operators import kda_decode_step, kda_verify_step
-from kda_backend.prefill.arguments_sm90 import address_of
+from kda_backend.prefill.arguments_sm90 import state_addresses
 from kda_backend.prefill.paths import convolves, path_of
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
@@ -110,14 +110,14 @@ def prefill(
     Raises:
         ValueError: a tensor is not as described; nothing has been written then.
     """
-    gate, pool = weights.gate, state.read
+    gate, pool, initial = weights.gate, state.read, state.has_initial
     if checkpoints is not None:
         state = with_checkpoints(state, checkpoints)
     assert pool is not None and state.indices is not None
     tensors = (*x, conv_pool, pool, weights.conv)
     layout = (
         *(selection, gate.kind, gate.lower_bound, weights.norm_eps),
-        *(checkpoints is None, state.has_initial is None),
+        *(checkpoints is None, -1 if initial is None else initial.data_ptr() & 15),
         *[tensor.stride() for tensor in tensors],
         *[tensor.data_ptr() & 15 for tensor in (*tensors, weights.norm, state.indices)],
     )
@@ -186,10 +186,7 @@ def _by_addresses(
         first * tensor.stride(dim) * tensor.element_size()
         for tensor, dim in ((x.qkv, 1), (conv.weight, 0), (conv.state, 1))
     )
-    convolved, chunked, normed = again
-    names = ("x", "conv_weight", "o", "conv_state", "state_indices", "has_initial_state")
-    convolve = convolved(*names)
-    norm = normed("x", "gate", "weight", "o")
+    convolve, chunked, norm = again
 
     def launch(
         weights: LayerWeights,
@@ -200,16 +197,14 @@ def _by_addresses(
     ) -> None:
         qkv, g, beta, gate, o = [tensor.data_ptr() for tensor in x]
         taps, windows = weights.conv.data_ptr(), conv_pool.data_ptr()
-        slots, initial = address_of(state.indices), state.has_initial
-        continued = None if initial is None else initial.data_ptr()
+        states = state_addresses(state, None)
+        slots, continued = states[2], states[3] or None
         memory = torch.empty(tokens, width, dtype=dtype, device=device)
         mixed = memory.data_ptr()
         convolve(qkv + row_at, taps + tap_at, mixed, windows + window_at, slots, continued)
-        q, v, inside = mixed, mixed + 2 * key_bytes, None
-        if fused:
-            q, v, inside = qkv, mixed, (windows, taps)
+        q, v = (qkv, mixed) if fused else (mixed, mixed + 2 * key_bytes)
         rows = q, q + key_bytes, v, g, beta, o
-        chunked(rows, weights.gate, state, None, scratch, inside)
+        chunked(rows, weights.gate, states, scratch, (windows, taps) if fused else ())
         norm(o, gate, weights.norm.data_ptr(), o)
 
     return launch

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -75,9 +74,9 @@ class CudaParams:
         header: the text of ``params.cuh``, which the kernel's sources include.
         size: of the struct, in bytes.
         pack: takes every field by name and returns the struct's bytes: a pointer as its address, a
-            field that is a struct as the tuple of its members. A missing or unknown name is a
-            TypeError, a tuple of another length a ValueError, a value that does not fit a
-            ``struct.error``.
+            field that is a struct as the tuple of its members, without those that ``at`` fills in.
+            A missing or unknown name is a TypeError, a tuple of another length a ValueError, a
+            value that does not fit a ``struct.error``.
     """
 
     def __init__(
@@ -101,24 +100,23 @@ class CudaParams:
         declarations = (_declaration(kind, of) for kind, of in structs.items())
         self.header = "\n".join(("#pragma once", *declarations, _declaration("Params", fields)))
         self.size = packer.size
-        scope: dict[str, Callable[..., bytes]] = {"pack": packer.pack}
-        exec(_packing_function(fields, structs), scope)
-        self.pack = scope["by_name"]
-        self._absent: dict[str, Any] = {}
-        pieces, begin, before = [], 0, "@"
+        pieces, begin, before, filled = [], 0, "@", dict[str, int]()
         for name, kind in fields:
             of = structs.get(kind, ((name, kind),))
             end = struct.calcsize(f"{before}0{_format(of[0])}")
             before += "".join(map(_format, of))
-            if name not in addresses:
-                continue
-            pointers = list(itertools.takewhile(lambda field: field[1].endswith("*"), of))
-            self._absent[name] = (0,) * len(pointers) if kind in structs else 0
-            for _ in pointers:
+            if name in addresses:
+                pointers = itertools.takewhile(lambda field: field[1].endswith("*"), of)
+                filled[name] = len(tuple(pointers))
+            for _ in range(filled.get(name, 0)):
                 pieces.append(f"{end - begin}s")
                 begin = end = end + 8
         pieces.append(f"{self.size - begin}s")
         self._cut, self._join = (struct.Struct("=" + x.join(pieces)) for x in ("8x", "Q"))
+        self._strided = [name for name, kind in fields if name in filled and kind in structs]
+        scope: dict[str, Callable[..., bytes]] = {"pack": packer.pack}
+        exec(_packing_function(fields, structs, filled), scope)
+        self.pack = scope["by_name"]
 
     def at(self, strides: Mapping[str, tuple[int, ...]], **fields: float) -> Callable[..., bytes]:
         """``pack`` for launches that differ in addresses alone.
@@ -131,11 +129,8 @@ class CudaParams:
         Returns:
             A function of as many addresses as are filled in, in the order of the fields.
         """
-        absent = {
-            name: zeros + strides[name] if name in strides else zeros
-            for name, zeros in self._absent.items()
-        }
-        pieces, join = self._cut.unpack(self.pack(**fields, **absent)), self._join.pack
+        packed = self.pack(**fields, **{name: strides[name] for name in self._strided})
+        pieces, join = self._cut.unpack(packed), self._join.pack
         parts: list[bytes | int] = [0] * (2 * len(pieces) - 1)
         parts[::2] = pieces
 
@@ -147,21 +142,26 @@ class CudaParams:
         return fill
 
 
-def _packing_function(fields: Fields, structs: Mapping[str, Fields]) -> str:
-    """The source of ``by_name``, which takes every field and passes their members on in order.
+def _packing_function(
+    fields: Fields, structs: Mapping[str, Fields], filled: Mapping[str, int]
+) -> str:
+    """The source of ``by_name``, which takes every field and passes their members on in order, but
+    for the first so many of ``filled``, which are zeros.
 
-    It runs in every launch, hence this form: parameters are not keyword-only and nothing is
+    It may run in every launch, hence this form: parameters are not keyword-only and nothing is
     starred, each of which CPython 3.11 takes longer for.
     """
-    lines, values = [f"def by_name({', '.join(name for name, _ in fields)}):"], []
+    taken, lines, values = [], [], []
     for name, kind in fields:
-        if kind in structs:
-            members = ", ".join(f"{name}_{i}" for i in range(len(structs[kind])))
-            lines.append(f"    {members}, = {name}")
-            values.append(members)
-        else:
-            values.append(name)
-    return "\n".join((*lines, f"    return pack({', '.join(values)})"))
+        members = [f"{name}_{i}" for i in range(len(structs.get(kind, "")))] or [name]
+        zeros = filled.get(name, 0)
+        values += ["0"] * zeros + members[zeros:]
+        if zeros < len(members):
+            taken.append(name)
+            if kind in structs:
+                lines.append(f"    {', '.join(members[zeros:])}, = {name}")
+    head = f"def by_name({', '.join(taken)}):"
+    return "\n".join((head, *lines, f"    return pack({', '.join(values)})"))
 
 
 def _format(field: tuple[str, str]) -> str:

@@ -27,9 +27,10 @@ from backend_core.contracts import interprets
 
 Argument: TypeAlias = "Tensor | TensorDescriptor | int | float | bool | None"
 Grid = tuple[int, int, int]
-Again = Callable[..., Callable[..., None]]
-"""Of a launch that was made: takes names of pointers, and returns a function of their addresses
-that makes the same launch with these (`KernelLaunch.again`)."""
+Again = Callable[..., None]
+"""A launch that was made, with other addresses of its first arguments, which are pointers. Each
+must be as aligned as before, on HIP of a storage within 2 GiB or not as before, ``None`` where it
+was; and the current device the same."""
 
 
 class Packed(NamedTuple):
@@ -133,7 +134,7 @@ class KernelLaunch:
         """``launch(grid, **arguments)`` on the current device and stream: by name the run-time
         arguments that are neither strides which are filled in nor packed, and the packs. A grid
         is the number of programs along x, y and z; one with a zero launches nothing. Returns how
-        to launch it again, which the interpreter cannot."""
+        to make the launch again, which the interpreter cannot."""
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
@@ -147,36 +148,18 @@ class KernelLaunch:
         self._tail = tuple(constexprs[name] for name in declared)
         self.launch = _launcher(self)
 
-    def again(
-        self, compiled: Any, grid: Grid, values: tuple[object, ...], *names: str
-    ) -> Callable[..., None]:
-        """A launch that was made, of other addresses, which a function takes in this order.
-
-        Args:
-            names: of pointers. Each address must be as aligned as before, on HIP of a storage
-                within 2 GiB or not as before, and ``None`` where it was. The current device must be
-                the same.
-        """
-        places = [self.argument_names.index(f"{name}_ptr") for name in names]
-        function, metadata, hooks = compiled.function, compiled.packed_metadata, knobs.runtime
-        before = (*grid, None, function, metadata, None, None, None)
-        whole = [*before, *values, *self._tail]
-        places = [len(before) + place for place in places]
-
-        def launch(*addresses: int | None) -> None:
-            arguments = whole.copy()
-            for place, address in zip(places, addresses, strict=True):
-                arguments[place] = address
-            active = driver.active
-            stream = active.get_current_stream(active.get_current_device())
-            enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-            if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-                compiled[grid](*arguments[len(before) :], stream=stream)
-                return
-            arguments[3] = stream
-            compiled.run(*arguments)
-
-        return launch
+    def _again(
+        self, compiled: Any, grid: Grid, values: tuple[object, ...], *addresses: int | None
+    ) -> None:
+        arguments = (*addresses, *values[len(addresses) :], *self._tail)
+        active, hooks = driver.active, knobs.runtime
+        stream = active.get_current_stream(active.get_current_device())
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            compiled[grid](*arguments, stream=stream)
+            return
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(*grid, stream, function, metadata, None, None, None, *arguments)
 
     def _call_by_name(self, grid: Grid, **named: Any) -> None:
         """``launch`` without a compiled kernel."""
@@ -341,7 +324,7 @@ def _launcher(kernel: KernelLaunch) -> Callable[..., Again]:
         "hooks": knobs.runtime,
         "tail": kernel._tail,
         "partial": functools.partial,
-        "again": kernel.again,
+        "again": kernel._again,
     }
     exec("\n".join(lines), scope)
     launch: Callable[..., Again] = scope["launch"]

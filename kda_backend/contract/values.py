@@ -6,7 +6,7 @@ the tensors of a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -317,15 +317,11 @@ class PrefillCall(NamedTuple):
     conv: ConvInputs | None = None
 
 
-RowAddresses = tuple[int, int, int, int, int, int]
-"""Of q, k, v, g, beta and the output."""
-Relaunch = Callable[
-    [RowAddresses, GateSpec, StateRef, "torch.Tensor | None", "Scratch", "tuple[int, int] | None"],
-    None,
-]
-"""The launches of a prefill's path for calls of one step that are laid out alike: their rows, gate,
-state, states before chunks and scratch memory, and the addresses of windows and taps where the path
-makes the convolution."""
+Addresses = Sequence[int]
+Relaunch = Callable[[Addresses, GateSpec, Addresses, "Scratch", Addresses], None]
+"""The launches of a prefill's path for calls of one step that are laid out alike. It takes the
+addresses of q, k, v, g, beta and the output; the gate; `arguments_sm90.state_addresses`; scratch
+memory; and the addresses of windows and taps where the path makes the convolution, else none."""
 
 
 class RecurrentCall(NamedTuple):

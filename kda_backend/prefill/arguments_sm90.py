@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
+import itertools
+import operator
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -61,14 +64,14 @@ SEQUENCE_FIELDS = (
 )
 """Of both kernels that scan: where states are and which tokens a sequence has."""
 SEQUENCE_ADDRESSES = tuple(name for name, _ in SEQUENCE_FIELDS[:7])
-"""Those that differ from layer to layer of a step, as `sequence_addresses` gives them."""
+"""Those that differ from layer to layer of a step, as `state_addresses` gives them first."""
 
 SNAPSHOT_POOL_FIELDS = (
     ("snapshot_indices", "const int*"),  # [N, num_snapshots]: slots, negative for none
     ("snapshot_stride", "i64"),  # elements from slot to slot
 )
 """After all others of these kernels, in the variants that write snapshots to a pool."""
-_SNAPSHOT_POOL_PARAMS = CudaParams(SNAPSHOT_POOL_FIELDS)
+_SNAPSHOT_POOL_PARAMS = CudaParams(SNAPSHOT_POOL_FIELDS, addresses=["snapshot_indices"])
 
 
 def run(launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall) -> Relaunch | None:
@@ -91,14 +94,15 @@ def run(launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall) 
     o = out.data_ptr()
     if launch is None or (q | k | v | g | o) & 15:
         aligned = _on_16_bytes(out)
-        run(launch_of, call._replace(tokens=_tokens_on_16_bytes(tokens), out=aligned, kept={}))
+        rows = TokenInputs._make((*map(_on_16_bytes, tokens[:4]), *tokens[4:]))
+        run(launch_of, call._replace(tokens=rows, out=aligned, kept={}))
         if aligned is not out:
             out.copy_(aligned)
         return None
     beta = beta_of(tokens)  # a copy must live until the launch
-    qk_conv = None if conv is None else (conv.state.data_ptr(), conv.weight.data_ptr())
-    rows = q, k, v, g, beta.data_ptr(), o
-    launch(rows, gate, state, chunk_states, scratch, qk_conv)
+    qk_conv = () if conv is None else (conv.state.data_ptr(), conv.weight.data_ptr())
+    addresses = q, k, v, g, beta.data_ptr(), o
+    launch(addresses, gate, state_addresses(state, chunk_states), scratch, qk_conv)
     return launch if beta is tokens.beta else None
 
 
@@ -198,12 +202,12 @@ def _track_of(state: StateRef, chunk_states: torch.Tensor | None) -> Track:
     return Track.IN_ORDER if asked else Track.NONE
 
 
-def pack_snapshot_pool(state: StateRef) -> bytes:
-    """The parameters that follow those of a kernel that writes no snapshots to a pool."""
-    return _SNAPSHOT_POOL_PARAMS.pack(
-        snapshot_indices=address_of(state.snapshot_indices),
-        snapshot_stride=state.snapshot_stride,
-    )
+def snapshot_pool(state: StateRef) -> Callable[..., bytes]:
+    """A function of the slots' address: the parameters that follow those of a kernel that writes no
+    snapshots to a pool; nothing where there is none."""
+    if state.snapshot_stride is None:
+        return lambda _: b""
+    return _SNAPSHOT_POOL_PARAMS.at({}, snapshot_stride=state.snapshot_stride)
 
 
 def strides_of(call: PrefillCall) -> dict[str, tuple[int, ...]] | None:
@@ -211,13 +215,16 @@ def strides_of(call: PrefillCall) -> dict[str, tuple[int, ...]] | None:
     parameters; zeros where there is none. ``None`` where q, k, v, g or the output have rows off
     multiples of 16 bytes."""
     (q, k, v, g, *_), state = call.tokens, call.state
-    rows = {"q": q, "k": k, "v": v, "g": g, "o": call.out}
-    strides = {name: x.stride()[1:3] for name, x in rows.items()}
-    if any((token | head) % 8 for token, head in strides.values()):
+    rows = [x.stride()[1:3] for x in (q, k, v, g, call.out)]
+    if functools.reduce(operator.or_, itertools.chain(*rows)) % 8:
         return None
-    strides["beta"] = beta_of(call.tokens).stride()[1:]
-    states = {"state_in": state.read, "state_out": state.write, "chunk_states": call.chunk_states}
-    return strides | {name: state.strides(x) for name, x in states.items()}
+    return {
+        **dict(zip("qkvgo", rows, strict=True)),
+        "beta": beta_of(call.tokens).stride()[1:],
+        "state_in": state.strides(state.read),
+        "state_out": state.strides(state.write),
+        "chunk_states": state.strides(call.chunk_states),
+    }
 
 
 def _on_16_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -227,12 +234,6 @@ def _on_16_bytes(x: torch.Tensor) -> torch.Tensor:
     if (x.data_ptr() | 2 * stride_t | 2 * stride_h) & 15:
         return x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def _tokens_on_16_bytes(tokens: TokenInputs) -> TokenInputs:
-    """`_on_16_bytes` of q, k, v and g."""
-    q, k, v, g = map(_on_16_bytes, tokens[:4])
-    return TokenInputs(q, k, v, g, *tokens[4:])
 
 
 def gate_parameter(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
@@ -246,12 +247,8 @@ def gate_parameter(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     return x, address
 
 
-def sequence_addresses(state: StateRef, chunk_states: torch.Tensor | None) -> list[int]:
-    """Of `SEQUENCE_ADDRESSES`, 0 for none."""
-    read, write, _, indices, has_initial, chunks, snapshots, _, _, _ = state
-    tensors = (read, write, indices, has_initial, chunk_states, chunks, snapshots)
+def state_addresses(state: StateRef, chunk_states: torch.Tensor | None) -> list[int]:
+    """Of `SEQUENCE_ADDRESSES` and the snapshots' slots, 0 for none."""
+    read, write, _, indices, has_initial, chunks, snapshots, slots, _, _ = state
+    tensors = (read, write, indices, has_initial, chunk_states, chunks, snapshots, slots)
     return [0 if x is None else x.data_ptr() for x in tensors]
-
-
-def address_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -91,7 +91,7 @@ def params_of(conv: ConvInputs, step_plan: StepPlan, heads: int) -> Callable[...
     tap_bytes = channels * conv.weight.stride(0) * conv.weight.element_size()
     fill = _PARAMS.at(
         {"q_conv": strides, "k_conv": strides},
-        cu_seqlens=step_plan.addresses.cu_seqlens,
+        cu_seqlens=step_plan.cu_seqlens.data_ptr(),
         chunk_begins=step_plan.chunk_begins.data_ptr(),
     )
 

@@ -14,7 +14,7 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.target import Target
-from kda_backend.contract.values import GateSpec, PrefillCall, Relaunch, RowAddresses, StateRef
+from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, Relaunch, StateRef
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
     KERNELS,
@@ -26,9 +26,8 @@ from kda_backend.prefill.arguments_sm90 import (
     Track,
     Variant,
     gate_parameter,
-    pack_snapshot_pool,
     run,
-    sequence_addresses,
+    snapshot_pool,
     strides_of,
     tile_defines,
     variant_of,
@@ -104,12 +103,13 @@ def one_launch_sm90(sms: int, call: PrefillCall) -> Relaunch | None:
     tasks, num_tiles = (n * value_heads for n in (step_plan.num_sequences, step_plan.num_chunks))
     chosen = choose_launch(step_plan.max_tokens, tasks, sms)
     kernel = load_kernels(tokens.q.device, variant)[chosen.rows, chosen.ctas_per_sm]
-    plan = step_plan.addresses
+    table = step_plan.chunk_table
+    assert table is not None
     params = PARAMS.at(
         strides,
-        cu_seqlens=plan.cu_seqlens,
-        chunk_offsets=plan.offsets,
-        sequence_order=plan.sequence_order,
+        cu_seqlens=step_plan.cu_seqlens.data_ptr(),
+        chunk_offsets=table.offsets.data_ptr(),
+        sequence_order=table.sequence_order.data_ptr(),
         scale=tokens.scale,
         lower_bound=gate.lower_bound,
         num_snapshots=state.num_snapshots,
@@ -120,24 +120,19 @@ def one_launch_sm90(sms: int, call: PrefillCall) -> Relaunch | None:
         prefetch_state=1,
     )
 
+    in_pool = snapshot_pool(state)
+
     def launch(
-        rows: RowAddresses,
-        gate: GateSpec,
-        state: StateRef,
-        chunk_states: torch.Tensor | None,
-        scratch: Scratch,
-        _: object,
+        rows: Addresses, gate: GateSpec, states: Addresses, scratch: Scratch, qk_conv: Addresses
     ) -> None:
         q, k, v, g, beta, o = rows
         # a sequence of several chunks has tiles of more bytes than its state, 64 KiB a value head
         carry = scratch.addresses(num_tiles, TILE_BYTES, DIM)[0]
         _a_log, a_log = gate_parameter(gate.a_log)
         _dt_bias, dt_bias = gate_parameter(gate.dt_bias)
-        sequences = sequence_addresses(state, chunk_states)
+        *sequences, slots = states
         filled = params(q, k, g, v, o, beta, a_log, dt_bias, *sequences, carry)
-        if state.snapshot_indices is not None:
-            filled += pack_snapshot_pool(state)
-        kernel(chosen.ctas, _THREADS, filled)
+        kernel(chosen.ctas, _THREADS, filled + in_pool(slots))
 
     return launch
 

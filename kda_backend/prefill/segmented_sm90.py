@@ -33,7 +33,7 @@ from kda_backend.prefill.sm_schedule import CostModel, IntraCost, ScanCost, Sche
 from kda_backend.prefill.two_stage_sm90 import SCAN_FIELDS, Scan, two_stage_sm90
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
-from kda_backend.step_plan import Segments, StepPlan
+from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from kda_backend.selection import KdaShape
@@ -61,6 +61,21 @@ POOL_SEGMENT_PARAMS = CudaParams((*SCAN_FIELDS, *SNAPSHOT_POOL_FIELDS, *_MORE_FI
 """Of the variants that write snapshots to a pool."""
 
 
+class Segments(NamedTuple):
+    """How a batch divides into segments, each of so many chunks from its sequence's start.
+
+    Attributes:
+        total: segments of all sequences; an empty sequence has one.
+        ends: results of the first pass over them: for a sequence of m > 1 segments the end of the
+            first, and for those between first and last the local end and the transition.
+        merged: sequences of more than two segments.
+    """
+
+    total: int
+    ends: int
+    merged: int
+
+
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], object]:
     return functools.partial(run, functools.partial(segmented_sm90, row))
 
@@ -72,18 +87,14 @@ def segmented_sm90(path: KernelPath, call: PrefillCall) -> Relaunch | None:
 
 def segments_of(params: SegmentedParams, step_plan: StepPlan) -> Segments:
     """The segments of a step, whose lengths the host knows."""
-    bounds, chunks = step_plan.cu_seqlens_cpu, params.segment_chunks
+    bounds, tokens = step_plan.cu_seqlens_cpu, params.segment_chunks * CHUNK
     assert bounds is not None  # the row has a limit of the longest sequence
-    found = step_plan.segments.get(chunks)
-    if found is None:
-        tokens = chunks * CHUNK
-        counts = [max(1, -(-(end - begin) // tokens)) for begin, end in itertools.pairwise(bounds)]
-        found = step_plan.segments[chunks] = Segments(
-            total=sum(counts),
-            ends=sum(max(0, 2 * count - 3) for count in counts),
-            merged=sum(count > 2 for count in counts),
-        )
-    return found
+    counts = [max(1, -(-(end - begin) // tokens)) for begin, end in itertools.pairwise(bounds)]
+    return Segments(
+        total=sum(counts),
+        ends=sum(max(0, 2 * count - 3) for count in counts),
+        merged=sum(count > 2 for count in counts),
+    )
 
 
 def choose_segment_schedule(

@@ -11,7 +11,7 @@ import torch
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import Target, detect_target
-from kda_backend.contract.values import GateSpec, PrefillCall, Relaunch, RowAddresses, StateRef
+from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, Relaunch
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -26,9 +26,8 @@ from kda_backend.prefill.arguments_sm90 import (
     Variant,
     gate_parameter,
     intra_defines,
-    pack_snapshot_pool,
     run,
-    sequence_addresses,
+    snapshot_pool,
     strides_of,
     variant_of,
 )
@@ -110,12 +109,14 @@ def two_stage_sm90(
     num_tiles = step_plan.num_chunks * value_heads
     of_call = segments or functools.partial(_whole, kernels, num_tiles, value_heads)
     schedule, num_tasks, launch_scan = of_call(call)
-    plan, fault = step_plan.addresses, fault_record().address
+    table, fault = step_plan.chunk_table, fault_record().address
+    assert table is not None
+    order = table.sequence_major if schedule.sequence_major else table.chunk_major
     intra_params = INTRA_PARAMS.at(
         strides,
-        chunk_start=plan.start,
-        chunk_len=plan.length,
-        chunk_order=plan.sequence_major if schedule.sequence_major else plan.chunk_major,
+        chunk_start=table.start.data_ptr(),
+        chunk_len=table.length.data_ptr(),
+        chunk_order=order.data_ptr(),
         num_value_heads=value_heads,
         heads_per_key=value_heads // tokens.q.shape[2],
         lower_bound=gate.lower_bound,
@@ -126,9 +127,9 @@ def two_stage_sm90(
     )
     scan_params = SCAN_PARAMS.at(
         strides,
-        cu_seqlens=plan.cu_seqlens,
-        chunk_offsets=plan.offsets,
-        sequence_order=plan.sequence_order,
+        cu_seqlens=step_plan.cu_seqlens.data_ptr(),
+        chunk_offsets=table.offsets.data_ptr(),
+        sequence_order=table.sequence_order.data_ptr(),
         scale=tokens.scale,
         num_snapshots=state.num_snapshots,
         num_value_heads=value_heads,
@@ -142,25 +143,20 @@ def two_stage_sm90(
         ]
         conv_params = conv_sm90.params_of(conv, step_plan, tokens.q.shape[2])
 
+    in_pool = snapshot_pool(state)
+
     def launch(
-        rows: RowAddresses,
-        gate: GateSpec,
-        state: StateRef,
-        chunk_states: torch.Tensor | None,
-        scratch: Scratch,
-        qk_conv: tuple[int, int] | None,
+        rows: Addresses, gate: GateSpec, states: Addresses, scratch: Scratch, qk_conv: Addresses
     ) -> None:
         q, k, v, g, beta, o = rows
         tiles, decays, progress = scratch.addresses(num_tiles, TILE_BYTES, DIM)
         _a_log, a_log = gate_parameter(gate.a_log)
         _dt_bias, dt_bias = gate_parameter(gate.dt_bias)
-        sequences = sequence_addresses(state, chunk_states)
+        *sequences, slots = states
         of_intra = intra_params(q, k, g, beta, a_log, dt_bias, tiles, decays, progress)
-        if qk_conv is not None:
+        if qk_conv:
             of_intra += conv_params(*qk_conv, sequences[2], sequences[3])
-        of_scan = scan_params(tiles, decays, v, o, *sequences, progress)
-        if state.snapshot_indices is not None:
-            of_scan += pack_snapshot_pool(state)
+        of_scan = scan_params(tiles, decays, v, o, *sequences, progress) + in_pool(slots)
         intra(schedule.intra_ctas, _INTRA_THREADS, of_intra)
         try:
             launch_scan(of_scan, scratch)
