@@ -210,7 +210,17 @@ def snapshot_pool(state: StateRef) -> Callable[..., bytes]:
     return _SNAPSHOT_POOL_PARAMS.at({}, snapshot_stride=state.snapshot_stride)
 
 
-def strides_of(call: PrefillCall) -> dict[str, tuple[int, ...]] | None:
+def layout_of(call: PrefillCall) -> tuple[dict[str, tuple[int, ...]] | None, Variant]:
+    """Strides of a call (`_strides_of`) and its variant, which calls alike keep."""
+    what = call.step_plan.cu_seqlens.dtype, call.chunk_states is None
+    found = call.kept.get(what)
+    if found is None:
+        variant = variant_of(call.tokens, call.gate, call.step_plan, call.state, call.chunk_states)
+        found = call.kept[what] = _strides_of(call), variant
+    return found
+
+
+def _strides_of(call: PrefillCall) -> dict[str, tuple[int, ...]] | None:
     """Strides (token, head) of rows and (row, head, V, K) of states, by the names of the kernels'
     parameters; zeros where there is none. ``None`` where q, k, v, g or the output have rows off
     multiples of 16 bytes."""

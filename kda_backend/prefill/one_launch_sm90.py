@@ -26,11 +26,10 @@ from kda_backend.prefill.arguments_sm90 import (
     Track,
     Variant,
     gate_parameter,
+    layout_of,
     run,
     snapshot_pool,
-    strides_of,
     tile_defines,
-    variant_of,
 )
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
@@ -93,12 +92,11 @@ def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCa
 
 def one_launch_sm90(sms: int, call: PrefillCall) -> Relaunch | None:
     """Scores, solve and scan of all sequences, whose lengths the host knows."""
-    tokens, gate, step_plan, state, _, chunk_states, *_ = call
-    strides = strides_of(call)
+    tokens, gate, step_plan, state, *_ = call
+    strides, variant = layout_of(call)
     if strides is None:
         return None
     value_heads = tokens.v.shape[2]
-    variant = variant_of(tokens, gate, step_plan, state, chunk_states)
     assert step_plan.max_tokens is not None  # the row has a limit of the longest sequence
     tasks, num_tiles = (n * value_heads for n in (step_plan.num_sequences, step_plan.num_chunks))
     chosen = choose_launch(step_plan.max_tokens, tasks, sms)

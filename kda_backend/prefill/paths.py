@@ -41,9 +41,10 @@ def path_of(
     """
     paths, grid = selection.prefill, step_plan.num_chunks * tokens.v.shape[2]
     longest = step_plan.max_tokens
-    if paths.row(grid, longest).is_limited and not one_launch_sm90.has_pairs(state):
-        longest = None
-    return paths.row(grid, longest), paths.run(grid, longest)
+    row = paths.row(grid, longest)
+    if row.is_limited and not one_launch_sm90.has_pairs(state):
+        row, longest = paths.row(grid), None
+    return row, paths.run(grid, longest)
 
 
 def convolves(

@@ -26,10 +26,9 @@ from kda_backend.prefill.arguments_sm90 import (
     Variant,
     gate_parameter,
     intra_defines,
+    layout_of,
     run,
     snapshot_pool,
-    strides_of,
-    variant_of,
 )
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
 from kda_backend.scratch import Scratch
@@ -99,12 +98,11 @@ def two_stage_sm90(
     Args:
         segments: what takes the place of a scan of whole sequences (`segmented_sm90`).
     """
-    tokens, gate, step_plan, state, _, chunk_states, _, _, conv = call
-    strides = strides_of(call)
+    tokens, gate, step_plan, state, *_, conv = call
+    strides, variant = layout_of(call)
     if strides is None:
         return None
     device, value_heads = tokens.q.device, tokens.v.shape[2]
-    variant = variant_of(tokens, gate, step_plan, state, chunk_states)
     kernels = _kernels(path, device, variant)
     num_tiles = step_plan.num_chunks * value_heads
     of_call = segments or functools.partial(_whole, kernels, num_tiles, value_heads)
