@@ -93,24 +93,22 @@ class CudaParams:
             with.
         """
         structs = structs or {}
-        members = {kind: "".join(map(_format, of)) for kind, of in structs.items()}
         self.names = tuple(name for name, _ in fields)
-        formats = "".join(members.get(kind) or _format((name, kind)) for name, kind in fields)
-        packer = struct.Struct(f"@{formats}0Q")  # aligned and padded as C does
         declarations = (_declaration(kind, of) for kind, of in structs.items())
         self.header = "\n".join(("#pragma once", *declarations, _declaration("Params", fields)))
-        self.size = packer.size
-        pieces, begin, before, filled = [], 0, "@", dict[str, int]()
+        pieces, begin, formats, filled = [], 0, "@", dict[str, int]()
         for name, kind in fields:
             of = structs.get(kind, ((name, kind),))
-            end = struct.calcsize(f"{before}0{_format(of[0])}")
-            before += "".join(map(_format, of))
+            end = struct.calcsize(f"{formats}0{_format(of[0])}")
+            formats += "".join(map(_format, of))
             if name in addresses:
                 pointers = itertools.takewhile(lambda field: field[1].endswith("*"), of)
                 filled[name] = len(tuple(pointers))
             for _ in range(filled.get(name, 0)):
                 pieces.append(f"{end - begin}s")
                 begin = end = end + 8
+        packer = struct.Struct(f"{formats}0Q")  # aligned and padded as C does
+        self.size = packer.size
         pieces.append(f"{self.size - begin}s")
         self._cut, self._join = (struct.Struct("=" + x.join(pieces)) for x in ("8x", "Q"))
         self._strided = [name for name, kind in fields if name in filled and kind in structs]

@@ -85,11 +85,9 @@ def step_sm90(
         if not is_aligned(state, conv):
             raise _misaligned(state, conv)
         launch = kept[path, pdl_prefetch_safe] = _launch_of(path, call)
-    conv_state, taps, conv_bias = conv or (None, None, None)
-    norm_weight, norm_gate, _ = norm or (None, None, None)
     tensors = (
         *(*tokens[:5], gate.a_log, gate.dt_bias, state.write, state.indices),
-        *(conv_state, taps, conv_bias, norm_weight, norm_gate, out),
+        *(*(conv or (None, None, None)), *(norm or (None, None))[:2], out),
     )
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     if (addresses[7] | addresses[10]) & 15:  # the slot stride was checked for calls alike

@@ -86,10 +86,10 @@ def run(launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall) 
     if step_plan.num_sequences == 0:
         return None  # no scan would be launched, and none would reset the counters
     what = launch_of, chunk_states is None
-    plan, launch = kept.get(what, _NOTHING)
-    if plan() is not step_plan:
-        launch = launch_of(call)
-        kept[what] = weakref.ref(step_plan), launch
+    known = kept.get(what)
+    if known is None or known[0]() is not step_plan:
+        known = kept[what] = weakref.ref(step_plan), launch_of(call)
+    launch: Relaunch | None = known[1]
     q, k, v, g = [x.data_ptr() for x in tokens[:4]]
     o = out.data_ptr()
     if launch is None or (q | k | v | g | o) & 15:
@@ -104,9 +104,6 @@ def run(launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall) 
     addresses = q, k, v, g, beta.data_ptr(), o
     launch(addresses, gate, state_addresses(state, chunk_states), scratch, qk_conv)
     return launch if beta is tokens.beta else None
-
-
-_NOTHING = (lambda: None, None)  # no plan
 
 
 class Track(enum.IntEnum):
@@ -211,30 +208,23 @@ def snapshot_pool(state: StateRef) -> Callable[..., bytes]:
 
 
 def layout_of(call: PrefillCall) -> tuple[dict[str, tuple[int, ...]] | None, Variant]:
-    """Strides of a call (`_strides_of`) and its variant, which calls alike keep."""
-    what = call.step_plan.cu_seqlens.dtype, call.chunk_states is None
-    found = call.kept.get(what)
-    if found is None:
-        variant = variant_of(call.tokens, call.gate, call.step_plan, call.state, call.chunk_states)
-        found = call.kept[what] = _strides_of(call), variant
-    return found
-
-
-def _strides_of(call: PrefillCall) -> dict[str, tuple[int, ...]] | None:
     """Strides (token, head) of rows and (row, head, V, K) of states, by the names of the kernels'
-    parameters; zeros where there is none. ``None`` where q, k, v, g or the output have rows off
-    multiples of 16 bytes."""
-    (q, k, v, g, *_), state = call.tokens, call.state
-    rows = [x.stride()[1:3] for x in (q, k, v, g, call.out)]
-    if functools.reduce(operator.or_, itertools.chain(*rows)) % 8:
-        return None
-    return {
-        **dict(zip("qkvgo", rows, strict=True)),
-        "beta": beta_of(call.tokens).stride()[1:],
-        "state_in": state.strides(state.read),
-        "state_out": state.strides(state.write),
-        "chunk_states": state.strides(call.chunk_states),
-    }
+    parameters, zeros where there is none; or ``None`` where q, k, v, g or the output have rows off
+    multiples of 16 bytes. And the variant. Calls alike keep both."""
+    (q, k, v, g, *_), gate, step_plan, state, out, chunk_states, _, kept, _ = call
+    what = step_plan.cu_seqlens.dtype, chunk_states is None
+    if what not in kept:
+        strides = None
+        rows = [x.stride()[1:3] for x in (q, k, v, g, out)]
+        if functools.reduce(operator.or_, itertools.chain(*rows)) % 8 == 0:
+            strides = dict(zip("qkvgo", rows, strict=True))
+            strides["beta"] = beta_of(call.tokens).stride()[1:]
+            states = (("in", state.read), ("out", state.write))
+            strides |= {f"state_{name}": state.strides(x) for name, x in states}
+            strides["chunk_states"] = state.strides(chunk_states)
+        kept[what] = strides, variant_of(call.tokens, gate, step_plan, state, chunk_states)
+    found: tuple[dict[str, tuple[int, ...]] | None, Variant] = kept[what]
+    return found
 
 
 def _on_16_bytes(x: torch.Tensor) -> torch.Tensor:
