@@ -7,10 +7,8 @@ closure that adds addresses and launches.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
-from typing import Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 Values = ParamSpec("Values")
 Result = TypeVar("Result")
@@ -73,8 +71,7 @@ class Ready(Generic[Values, Result]):
         return result
 
 
-@dataclass
-class _Leaf:
+class _Leaf(NamedTuple):
     """The values seen for one argument, or for one element of a tuple.
 
     Attributes:
@@ -86,10 +83,9 @@ class _Leaf:
     other: bool = False
     again: bool = False
 
-    def learn(self, x: object, is_tensor: bool, before: object) -> None:
-        self.tensor |= is_tensor
-        self.other |= not is_tensor
-        self.again |= is_tensor and x is before
+    def and_of(self, x: object, is_tensor: bool, before: object) -> _Leaf:
+        again = self.again or (is_tensor and x is before)
+        return _Leaf(self.tensor or is_tensor, self.other or not is_tensor, again)
 
 
 _Layout: TypeAlias = "list[_Leaf | list[_Leaf]]"
@@ -99,21 +95,21 @@ def _learn(layout: _Layout, values: tuple[object, ...]) -> _Layout:
     """``layout`` with what the arguments of a call add to it."""
     from torch import Tensor
 
-    layout = copy.deepcopy(layout)
-    layout += [_Leaf() for _ in values[len(layout) :]]
+    learned: _Layout = [*layout, *(_Leaf() for _ in values[len(layout) :])]
     for position, value in enumerate(values):
-        leaf = layout[position]
+        leaf = learned[position]
         if isinstance(value, tuple):
             if isinstance(leaf, _Leaf):
-                leaf = layout[position] = [_Leaf(other=leaf.other) for _ in value]
-            for one, x, before in zip(leaf, value, (None, *value), strict=False):
-                one.learn(x, isinstance(x, Tensor), before)
+                leaf = [_Leaf(other=leaf.other)] * len(value)
+            learned[position] = [
+                one.and_of(x, isinstance(x, Tensor), before)
+                for one, x, before in zip(leaf, value, (None, *value), strict=False)
+            ]
         elif isinstance(leaf, list):
-            for one in leaf:
-                one.learn(None, False, None)
+            learned[position] = [one.and_of(None, False, None) for one in leaf]
         else:
-            leaf.learn(value, isinstance(value, Tensor), None)
-    return layout
+            learned[position] = leaf.and_of(value, isinstance(value, Tensor), None)
+    return learned
 
 
 def _signature_function(

@@ -174,13 +174,13 @@ class Layer:
         weights, tokens, plan, state = self.weights, self.tokens, self.plan, self.state
         first, window = self.channels // 3 * 2, self.pools[0]
         conv = ConvInputs(window, weights.conv)
-        mixed = short_conv(tokens.qkv, conv, state, plan)
+        mixed, _ = short_conv(tokens.qkv, conv, state, plan)
         rows = layer._token_inputs(tokens, mixed, selection)
         out = torch.empty_like(tokens.out)
         of_values = ConvInputs(window[:, first:], weights.conv[first:])
         one = out.unsqueeze(0)
         call = PrefillCall(rows, weights.gate, plan, state, one, None, self.scratch, {})
-        prefill = path_of(selection, rows, plan, state)
+        _, prefill = path_of(selection, rows, plan, state)
         norm = NormInputs(weights.norm, tokens.gate, weights.norm_eps)
         return {
             "conv": lambda: short_conv(tokens.qkv, conv, state, plan),

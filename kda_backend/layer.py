@@ -6,8 +6,9 @@ pools of convolution and recurrent states that are read and written in place.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ from kda_backend.contract.values import (
     NormInputs,
     PrefillCall,
     RecurrentCall,
+    Relaunch,
     StateRef,
     TokenInputs,
 )
@@ -33,11 +35,15 @@ from kda_backend.layer_checkpoints import (
 )
 from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
 from kda_backend.operators import kda_decode_step, kda_verify_step
+from kda_backend.prefill.arguments_sm90 import state_addresses
 from kda_backend.prefill.paths import convolves, path_of
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import Beta
 from kda_backend.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from backend_core.launch.triton import Again
 
 
 class LayerWeights(NamedTuple):
@@ -72,21 +78,10 @@ class Projections(NamedTuple):
     out: torch.Tensor
 
 
-class ReadyPrefill(NamedTuple):
-    """The path of a step's prefills, for layers whose tensors are laid out alike.
-
-    Attributes:
-        run: as `path_of` returns it.
-        convolves: it makes the short convolution of q and k.
-        kept: the path's own.
-    """
-
-    run: Callable[[PrefillCall], None]
-    convolves: bool
-    kept: Kept
-
-
-KnownLayouts = dict[Hashable, ReadyPrefill]
+Alike = Callable[[LayerWeights, Projections, torch.Tensor, StateRef, Scratch], object]
+"""Runs the prefill of a layer that is laid out as another one of its step: weights, projections,
+pool of windows, state and scratch memory."""
+KnownLayouts = dict[Hashable, Alike]
 
 
 def prefill(
@@ -115,43 +110,104 @@ def prefill(
     Raises:
         ValueError: a tensor is not as described; nothing has been written then.
     """
-    gate, pool, conv = weights.gate, state.read, ConvInputs(conv_pool, weights.conv)
-    assert pool is not None
+    gate, pool, initial = weights.gate, state.read, state.has_initial
     if checkpoints is not None:
         state = with_checkpoints(state, checkpoints)
+    assert pool is not None and state.indices is not None
+    tensors = (*x, conv_pool, pool, weights.conv)
     layout = (
-        selection,
-        gate.kind,
-        *[tensor.stride() for tensor in (*x, conv_pool, pool)],
-        pool.data_ptr() & 15,
-        weights.conv.data_ptr() & 15,
-        checkpoints is None,
+        *(selection, gate.kind, gate.lower_bound, weights.norm_eps),
+        *(checkpoints is None, -1 if initial is None else initial.data_ptr() & 15),
+        *[tensor.stride() for tensor in tensors],
+        *[tensor.data_ptr() & 15 for tensor in (*tensors, weights.norm, state.indices)],
     )
-    ready = None if known is None else known.get(layout)
-    if ready is None:
+    alike = None if known is None else known.get(layout)
+    if alike is not None:
+        alike(weights, x, conv_pool, state, scratch)
+    else:
         if checkpoints is not None:
             check_checkpoints(checkpoints, x.qkv, step_plan)
+        conv = ConvInputs(conv_pool, weights.conv)
         rows = _check_sequences(weights, selection, x, conv, state, step_plan)
-        ready = ReadyPrefill(
-            path_of(selection, rows, step_plan, state),
-            convolves(selection, rows, gate, step_plan, state, conv),
-            {},
-        )
+        path, run = path_of(selection, rows, step_plan, state)
+        fused = convolves(path, rows, gate, step_plan, state, conv)
+        alike = functools.partial(_by_tensors, selection, step_plan, run, fused, {})
+        again = alike(weights, x, conv_pool, state, scratch)
         if known is not None:
-            known[layout] = ready
-    if ready.convolves:
-        first = x.qkv.shape[1] // 3 * 2  # of v's channels
-        of_values = ConvInputs(conv_pool[:, first:], weights.conv[first:])
-        values = short_conv(x.qkv[:, first:], of_values, state, step_plan)
-        rows = _token_inputs(x, x.qkv, selection)
-        rows = rows._replace(v=values.view(rows.v.shape))
-    else:
-        rows = _token_inputs(x, short_conv(x.qkv, conv, state, step_plan), selection)
-    out, inside = x.out.unsqueeze(0), conv if ready.convolves else None
-    ready.run(PrefillCall(rows, gate, step_plan, state, out, None, scratch, ready.kept, inside))
-    gated_norm(x.out, _norm(weights, x), step_plan)
+            known[layout] = alike if again is None else _by_addresses(again, fused, x, conv)
     if checkpoints is not None:
         store_checkpoints(x.qkv, state, conv_pool, checkpoints, step_plan)
+
+
+def _by_tensors(
+    selection: KdaSelection,
+    step_plan: StepPlan,
+    run: Callable[[PrefillCall], Relaunch | None],
+    fused: bool,
+    kept: Kept,
+    weights: LayerWeights,
+    x: Projections,
+    conv_pool: torch.Tensor,
+    state: StateRef,
+    scratch: Scratch,
+) -> tuple[Again, Relaunch, Again] | None:
+    """A layer's prefill, and its three parts to be launched again, if all can be.
+
+    Args:
+        run: the path; fused: it makes the short convolution of q and k; kept: its own.
+    """
+    conv, inside = ConvInputs(conv_pool, weights.conv), None
+    if fused:
+        first = x.qkv.shape[1] // 3 * 2  # of v's channels
+        of_values = ConvInputs(conv_pool[:, first:], weights.conv[first:])
+        values, convolved = short_conv(x.qkv[:, first:], of_values, state, step_plan)
+        rows, inside = _token_inputs(x, x.qkv, selection), conv
+        rows = rows._replace(v=values.view(rows.v.shape))
+    else:
+        mixed, convolved = short_conv(x.qkv, conv, state, step_plan)
+        rows = _token_inputs(x, mixed, selection)
+    out = x.out.unsqueeze(0)
+    call = PrefillCall(rows, weights.gate, step_plan, state, out, None, scratch, kept, inside)
+    chunked = run(call)
+    normed = gated_norm(x.out, _norm(weights, x), step_plan)
+    if convolved is None or chunked is None or normed is None:
+        return None
+    return convolved, chunked, normed
+
+
+def _by_addresses(
+    again: tuple[Again, Relaunch, Again], fused: bool, x: Projections, conv: ConvInputs
+) -> Alike:
+    """The launches of `_by_tensors` again; ``x`` and ``conv`` are laid out as those that come."""
+    (tokens, channels), dtype, device = x.qkv.shape, x.qkv.dtype, x.qkv.device
+    key_bytes = channels // 3 * dtype.itemsize  # of a token's q, and of its k
+    width, first = (channels // 3, channels // 3 * 2) if fused else (channels, 0)
+    row_at, tap_at, window_at = (
+        first * tensor.stride(dim) * tensor.element_size()
+        for tensor, dim in ((x.qkv, 1), (conv.weight, 0), (conv.state, 1))
+    )
+    convolve, chunked, norm = again
+
+    def launch(
+        weights: LayerWeights,
+        x: Projections,
+        conv_pool: torch.Tensor,
+        state: StateRef,
+        scratch: Scratch,
+    ) -> None:
+        qkv, g, beta, gate, o = [tensor.data_ptr() for tensor in x]
+        taps, windows = weights.conv.data_ptr(), conv_pool.data_ptr()
+        states = state_addresses(state, None)
+        slots, continued = states[2], states[3] or None
+        memory = torch.empty(tokens, width, dtype=dtype, device=device)
+        mixed = memory.data_ptr()
+        convolve(qkv + row_at, taps + tap_at, mixed, windows + window_at, slots, continued)
+        q, v = (qkv, mixed) if fused else (mixed, mixed + 2 * key_bytes)
+        rows = q, q + key_bytes, v, g, beta, o
+        chunked(rows, weights.gate, states, scratch, (windows, taps) if fused else ())
+        norm(o, gate, weights.norm.data_ptr(), o)
+
+    return launch
 
 
 def decode(
@@ -220,7 +276,7 @@ def decode_or_start(
     """
     conv = ConvInputs(conv_pool, weights.conv)
     _check_sequences(weights, selection, x, conv, state, step_plan)
-    rows = _token_inputs(x, short_conv(x.qkv, conv, state, step_plan), selection)
+    rows = _token_inputs(x, short_conv(x.qkv, conv, state, step_plan)[0], selection)
     run = selection.recurrent.run(step_plan.num_sequences * rows.v.shape[2])
     run(RecurrentCall(rows, weights.gate, step_plan.cu_seqlens, state, x.out.unsqueeze(0)))
     gated_norm(x.out, _norm(weights, x), step_plan)

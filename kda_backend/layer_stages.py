@@ -16,12 +16,12 @@ from kda_backend.spec import CHUNK, CONV_TAPS
 from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from backend_core.launch.triton import KernelLaunch
+    from backend_core.launch.triton import Again, KernelLaunch
 
 
 def short_conv(
     x: torch.Tensor, conv: ConvInputs, state: StateRef, step_plan: StepPlan
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, Again | None]:
     """SiLU of a causal depthwise convolution of packed sequences; their last tokens stay in a pool.
 
     Args:
@@ -33,16 +33,16 @@ def short_conv(
     The arguments are not checked here: :func:`check_short_conv` does that.
 
     Returns:
-        ``[T, C]`` contiguous, x's dtype.
+        ``[T, C]`` contiguous, x's dtype; and how to launch a kernel again.
     """
     tokens, channels = x.shape
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     table = step_plan.chunk_table
     if table is None:
         _short_conv_torch(x, conv, state, step_plan, out)
-        return out
+        return out, None
     kernel, block = _short_conv_kernel(channels, _has_ptx(x))
-    kernel.launch(
+    again = kernel.launch(
         (step_plan.num_chunks * (-(-channels // block)), 1, 1),
         x_ptr=x,
         conv_weight_ptr=conv.weight,
@@ -57,7 +57,7 @@ def short_conv(
         num_sequences=step_plan.num_sequences,
         C=channels,
     )
-    return out
+    return out, again
 
 
 def check_short_conv(
@@ -79,23 +79,24 @@ def check_short_conv(
         raise ValueError(f"step_plan is of {step_plan.num_tokens} tokens, qkv has {tokens}")
 
 
-def gated_norm(x: torch.Tensor, norm: NormInputs, step_plan: StepPlan) -> None:
+def gated_norm(x: torch.Tensor, norm: NormInputs, step_plan: StepPlan) -> Again | None:
     """``x = x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate)`` over the last dimension.
 
     Args:
         x: ``[T, H, D]``, channels adjacent, as those of the norm's gate are.
         step_plan: with a chunk table the kernel runs, else torch.
 
-    The arguments are not checked here: :func:`check_gated_norm` does that.
+    The arguments are not checked here: :func:`check_gated_norm` does that. Returns how to launch a
+    kernel again.
     """
     tokens, heads, dim = x.shape
     weight, gate, eps = norm
     if step_plan.chunk_table is None:
         y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
         x.copy_(y * weight.float() * gate.float().sigmoid())
-        return
+        return None
     kernel, block = _gated_norm_kernel(dim, _has_ptx(x))
-    kernel.launch(
+    return kernel.launch(
         (-(-tokens * heads // block), 1, 1),
         x_ptr=x,
         gate_ptr=gate,

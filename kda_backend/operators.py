@@ -106,7 +106,7 @@ def kda_prefill(
     if keeps_chunk_states:
         chunk_states = tokens.k.new_empty(state.shape(tokens, step_plan.num_chunks))
     written = out if out_packed else packed_rows(out)
-    run = path_of(selection, tokens, step_plan, state)
+    _, run = path_of(selection, tokens, step_plan, state)
     run(PrefillCall(tokens, gate, step_plan, state, written, chunk_states, scratch, kept))
     return SequencesResult(out, state.write if state.final else None, chunk_states)
 

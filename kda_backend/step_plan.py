@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,33 +39,6 @@ class ChunkTable(NamedTuple):
     sequence_order: torch.Tensor
 
 
-class PlanAddresses(NamedTuple):
-    """Where a plan's tensors lie on the GPU, by the names of `StepPlan` and `ChunkTable`."""
-
-    cu_seqlens: int
-    start: int
-    length: int
-    chunk_major: int
-    sequence_major: int
-    offsets: int
-    sequence_order: int
-
-
-class Segments(NamedTuple):
-    """How a batch divides into segments, each of so many chunks from its sequence's start.
-
-    Attributes:
-        total: segments of all sequences; an empty sequence has one.
-        ends: results of the first pass over them: for a sequence of m > 1 segments the end of the
-            first, and for those between first and last the local end and the transition.
-        merged: sequences of more than two segments.
-    """
-
-    total: int
-    ends: int
-    merged: int
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """Frozen description of a packed batch, shared by all layers of a step.
@@ -82,8 +55,6 @@ class StepPlan:
         long_sequences: the number of sequences with more than half as many chunks as the longest;
             if the host does not know the lengths, all of them.
         chunk_table: on the device, which tokens each chunk covers; only the GPU paths need it.
-        segments: how the batch divides into segments, by the number of chunks in a segment;
-            `segmented_sm90` fills it.
     """
 
     cu_seqlens: torch.Tensor
@@ -93,7 +64,6 @@ class StepPlan:
     max_chunks: int
     long_sequences: int
     chunk_table: ChunkTable | None
-    segments: dict[int, Segments] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def num_sequences(self) -> int:
@@ -117,12 +87,6 @@ class StepPlan:
         # an empty sequence has the next one's first chunk, and the smaller number
         numbers = torch.arange(self.num_sequences, dtype=torch.int32, device=first.device)
         return begins.scatter_reduce_(0, first, numbers, "amax")
-
-    @functools.cached_property
-    def addresses(self) -> PlanAddresses:
-        """Addresses for the launches of all layers; only for a plan with a chunk table."""
-        assert self.chunk_table is not None
-        return PlanAddresses(*(x.data_ptr() for x in (self.cu_seqlens, *self.chunk_table)))
 
 
 def build_step_plan(
@@ -226,12 +190,9 @@ def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
     if is_elsewhere(cu_seqlens):
         return run_there(cu_seqlens, build_chunk_table, locals())
     n = cu_seqlens.shape[0] - 1
-    sizes = (capacity, capacity, capacity, capacity, n + 1, n)
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + -(-size // 4) * 4)
-    memory = torch.empty(ends[-1], dtype=torch.int32, device=cu_seqlens.device)
-    table = ChunkTable(*(memory[at : at + size] for at, size in zip(ends, sizes, strict=False)))
+    sizes = [part for size in (*(capacity,) * 4, n + 1, n) for part in (size, -size % 4)]
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=cu_seqlens.device)
+    table = ChunkTable(*memory.split_with_sizes(sizes)[::2])
     _chunk_table_kernel().launch(
         (max(1, -(-capacity // _TABLE_BLOCK)), 1, 1),
         cu_seqlens_ptr=cu_seqlens,

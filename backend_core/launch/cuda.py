@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p
 from importlib.metadata import PackageNotFoundError, files
@@ -73,45 +74,92 @@ class CudaParams:
         header: the text of ``params.cuh``, which the kernel's sources include.
         size: of the struct, in bytes.
         pack: takes every field by name and returns the struct's bytes: a pointer as its address, a
-            field that is a struct as the tuple of its members. A missing or unknown name is a
-            TypeError, a tuple of another length a ValueError, a value that does not fit a
-            ``struct.error``.
+            field that is a struct as the tuple of its members, without those that ``at`` fills in.
+            A missing or unknown name is a TypeError, a tuple of another length a ValueError, a
+            value that does not fit a ``struct.error``.
     """
 
-    def __init__(self, fields: Fields, structs: Mapping[str, Fields] | None = None) -> None:
+    def __init__(
+        self,
+        fields: Fields,
+        structs: Mapping[str, Fields] | None = None,
+        addresses: Collection[str] = (),
+    ) -> None:
         """Args:
         fields: of the struct.
         structs: by name, the types of fields that are structs themselves, such as a pointer
             with its strides. All members of one have 8 bytes.
+        addresses: fields that ``at`` fills in: a pointer, or the pointers that a struct begins
+            with.
         """
         structs = structs or {}
-        members = {kind: "".join(map(_format, of)) for kind, of in structs.items()}
         self.names = tuple(name for name, _ in fields)
-        formats = "".join(members.get(kind) or _format((name, kind)) for name, kind in fields)
-        packer = struct.Struct(f"@{formats}0Q")  # aligned and padded as C does
         declarations = (_declaration(kind, of) for kind, of in structs.items())
         self.header = "\n".join(("#pragma once", *declarations, _declaration("Params", fields)))
+        pieces, begin, formats, filled = [], 0, "@", dict[str, int]()
+        for name, kind in fields:
+            of = structs.get(kind, ((name, kind),))
+            end = struct.calcsize(f"{formats}0{_format(of[0])}")
+            formats += "".join(map(_format, of))
+            if name in addresses:
+                pointers = itertools.takewhile(lambda field: field[1].endswith("*"), of)
+                filled[name] = len(tuple(pointers))
+            for _ in range(filled.get(name, 0)):
+                pieces.append(f"{end - begin}s")
+                begin = end = end + 8
+        packer = struct.Struct(f"{formats}0Q")  # aligned and padded as C does
         self.size = packer.size
+        pieces.append(f"{self.size - begin}s")
+        self._cut, self._join = (struct.Struct("=" + x.join(pieces)) for x in ("8x", "Q"))
+        self._strided = [name for name, kind in fields if name in filled and kind in structs]
         scope: dict[str, Callable[..., bytes]] = {"pack": packer.pack}
-        exec(_packing_function(fields, structs), scope)
+        exec(_packing_function(fields, structs, filled), scope)
         self.pack = scope["by_name"]
 
+    def at(self, strides: Mapping[str, tuple[int, ...]], **fields: float) -> Callable[..., bytes]:
+        """``pack`` for launches that differ in addresses alone.
 
-def _packing_function(fields: Fields, structs: Mapping[str, Fields]) -> str:
-    """The source of ``by_name``, which takes every field and passes their members on in order.
+        Args:
+            strides: the other members of structs that begin with addresses; those of other fields
+                are passed over.
+            fields: all others.
 
-    It runs in every launch, hence this form: parameters are not keyword-only and nothing is
+        Returns:
+            A function of as many addresses as are filled in, in the order of the fields.
+        """
+        packed = self.pack(**fields, **{name: strides[name] for name in self._strided})
+        pieces, join = self._cut.unpack(packed), self._join.pack
+        parts: list[bytes | int] = [0] * (2 * len(pieces) - 1)
+        parts[::2] = pieces
+
+        def fill(*addresses: int) -> bytes:
+            whole = parts.copy()
+            whole[1::2] = addresses
+            return join(*whole)
+
+        return fill
+
+
+def _packing_function(
+    fields: Fields, structs: Mapping[str, Fields], filled: Mapping[str, int]
+) -> str:
+    """The source of ``by_name``, which takes every field and passes their members on in order, but
+    for the first so many of ``filled``, which are zeros.
+
+    It may run in every launch, hence this form: parameters are not keyword-only and nothing is
     starred, each of which CPython 3.11 takes longer for.
     """
-    lines, values = [f"def by_name({', '.join(name for name, _ in fields)}):"], []
+    taken, lines, values = [], [], []
     for name, kind in fields:
-        if kind in structs:
-            members = ", ".join(f"{name}_{i}" for i in range(len(structs[kind])))
-            lines.append(f"    {members}, = {name}")
-            values.append(members)
-        else:
-            values.append(name)
-    return "\n".join((*lines, f"    return pack({', '.join(values)})"))
+        members = [f"{name}_{i}" for i in range(len(structs.get(kind, "")))] or [name]
+        zeros = filled.get(name, 0)
+        values += ["0"] * zeros + members[zeros:]
+        if zeros < len(members):
+            taken.append(name)
+            if kind in structs:
+                lines.append(f"    {', '.join(members[zeros:])}, = {name}")
+    head = f"def by_name({', '.join(taken)}):"
+    return "\n".join((head, *lines, f"    return pack({', '.join(values)})"))
 
 
 def _format(field: tuple[str, str]) -> str:

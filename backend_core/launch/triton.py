@@ -11,6 +11,7 @@ kernel is an interpreted function and is called plainly.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -26,6 +27,10 @@ from backend_core.contracts import interprets
 
 Argument: TypeAlias = "Tensor | TensorDescriptor | int | float | bool | None"
 Grid = tuple[int, int, int]
+Again = Callable[..., None]
+"""A launch that was made, with other addresses of its first arguments, which are pointers. Each
+must be as aligned as before, on HIP of a storage within 2 GiB or not as before, ``None`` where it
+was; and the current device the same."""
 
 
 class Packed(NamedTuple):
@@ -125,10 +130,11 @@ class KernelLaunch:
         """Of the run-time arguments, in the order of the kernel's signature."""
         self._packs = {name: tuple(group) for name, group in (packs or {}).items()}
         self._strides = _strides(fn.__name__, names, axes or {}, self._packs)
-        self.launch: Callable[..., None] = self._call_by_name
+        self.launch: Callable[..., Again | None] = self._call_by_name
         """``launch(grid, **arguments)`` on the current device and stream: by name the run-time
         arguments that are neither strides which are filled in nor packed, and the packs. A grid
-        is the number of programs along x, y and z; one with a zero launches nothing."""
+        is the number of programs along x, y and z; one with a zero launches nothing. Returns how
+        to make the launch again, which the interpreter cannot."""
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
@@ -141,6 +147,19 @@ class KernelLaunch:
             )
         self._tail = tuple(constexprs[name] for name in declared)
         self.launch = _launcher(self)
+
+    def _again(
+        self, compiled: Any, grid: Grid, values: tuple[object, ...], *addresses: int | None
+    ) -> None:
+        arguments = (*addresses, *values[len(addresses) :], *self._tail)
+        active, hooks = driver.active, knobs.runtime
+        stream = active.get_current_stream(active.get_current_device())
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            compiled[grid](*arguments, stream=stream)
+            return
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(*grid, stream, function, metadata, None, None, None, *arguments)
 
     def _call_by_name(self, grid: Grid, **named: Any) -> None:
         """``launch`` without a compiled kernel."""
@@ -227,7 +246,7 @@ def _strides(
     return found
 
 
-def _launcher(kernel: KernelLaunch) -> Callable[..., None]:
+def _launcher(kernel: KernelLaunch) -> Callable[..., Again]:
     """A function of grid and named arguments that launches a kernel.
 
     It is generated, as Triton's own binder is: its parameters are the kernel's, so that Python
@@ -291,9 +310,11 @@ def _launcher(kernel: KernelLaunch) -> Callable[..., None]:
         # a chain of hooks has its calls; a hook may also be a function, or None
         "    if getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave):",
         f"        compiled[grid]({values}, *tail, stream=stream)",
-        "        return",
-        "    function, metadata = compiled.function, compiled.packed_metadata",
-        f"    compiled.run(*grid, stream, function, metadata, None, None, None, {values}, *tail)",
+        "    else:",
+        "        function, metadata = compiled.function, compiled.packed_metadata",
+        "        compiled.run(*grid, stream, function, metadata, None, None, None,"
+        f" {values}, *tail)",
+        f"    return partial(again, compiled, grid, ({values},))",
     ]
     scope: dict[str, Any] = {
         "driver": driver,
@@ -302,9 +323,11 @@ def _launcher(kernel: KernelLaunch) -> Callable[..., None]:
         "described": lambda x: _described(x, hip),
         "hooks": knobs.runtime,
         "tail": kernel._tail,
+        "partial": functools.partial,
+        "again": kernel._again,
     }
     exec("\n".join(lines), scope)
-    launch: Callable[..., None] = scope["launch"]
+    launch: Callable[..., Again] = scope["launch"]
     return launch
 
 

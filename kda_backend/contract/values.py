@@ -6,7 +6,7 @@ the tensors of a call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -188,6 +188,11 @@ class StateRef(NamedTuple):
         return self._replace(snapshot_chunks=chunks, snapshots=snapshots, snapshot_indices=indices)
 
     @property
+    def num_snapshots(self) -> int:
+        """Those of each sequence."""
+        return 0 if self.snapshot_chunks is None else self.snapshot_chunks.shape[1]
+
+    @property
     def snapshot_stride(self) -> int | None:
         """Elements from slot to slot of the pool that snapshots go to; ``None`` without one."""
         if self.snapshot_indices is None or self.snapshots is None:
@@ -310,6 +315,13 @@ class PrefillCall(NamedTuple):
     scratch: Scratch
     kept: Kept
     conv: ConvInputs | None = None
+
+
+Addresses = Sequence[int]
+Relaunch = Callable[[Addresses, GateSpec, Addresses, "Scratch", Addresses], None]
+"""The launches of a prefill's path for calls of one step that are laid out alike. It takes the
+addresses of q, k, v, g, beta and the output; the gate; `arguments_sm90.state_addresses`; scratch
+memory; and the addresses of windows and taps where the path makes the convolution, else none."""
 
 
 class RecurrentCall(NamedTuple):

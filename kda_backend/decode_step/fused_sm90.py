@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,6 +55,10 @@ PARAMS = CudaParams(
         "Rows": (("ptr", "void*"), ("stride", "i64")),
         "Windows": (("ptr", "void*"), *((f"stride_{axis}", "i64") for axis in "ncw")),
     },
+    (
+        *("q", "k", "v", "g", "beta", "a_log", "dt_bias", "state", "indices", "conv_state"),
+        *("conv_weight", "conv_bias", "norm_weight", "norm_gate", "out"),
+    ),
 )
 _TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -76,80 +80,29 @@ def step_sm90(
         ValueError: the pool or the convolution's weight is not aligned.
     """
     tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept = call
-    layout = kept.get(path)
-    if layout is None:
+    launch = kept.get((path, pdl_prefetch_safe))
+    if launch is None:
         if not is_aligned(state, conv):
             raise _misaligned(state, conv)
-        layout = kept[path] = _layout(path, call)
-    q, k, v, g, beta, _, _, scale = tokens
-    conv_state, taps, conv_bias = conv or (None, None, None)
-    norm_weight, norm_gate, eps = norm or (None, None, 0.0)
-    assert state.write is not None and state.indices is not None
-    pool, weight = state.write.data_ptr(), _address(taps)
-    if (pool | weight) & 15:  # the slot stride was checked with the layout
-        raise _misaligned(state, conv)
-    params = PARAMS.pack(
-        q=(q.data_ptr(), layout.q),
-        k=(k.data_ptr(), layout.k),
-        v=(v.data_ptr(), layout.v),
-        g=(g.data_ptr(), layout.g),
-        beta=(beta.data_ptr(), layout.beta),
-        a_log=_address(gate.a_log),
-        dt_bias=_address(gate.dt_bias),
-        state=(pool, layout.state),
-        indices=state.indices.data_ptr(),
-        conv_state=(_address(conv_state), *layout.conv_state),
-        conv_weight=weight,
-        conv_bias=_address(conv_bias),
-        norm_weight=_address(norm_weight),
-        norm_gate=(_address(norm_gate), layout.norm_gate),
-        out=(out.data_ptr(), layout.out),
-        heads=layout.heads,
-        heads_per_key=layout.heads_per_key,
-        null_slot=state.null_slot,
-        lower_bound=gate.lower_bound,
-        scale=scale,
-        eps=eps,
-        pdl_prefetch_safe=pdl_prefetch_safe,
+        launch = kept[path, pdl_prefetch_safe] = _launch_of(path, call)
+    tensors = (
+        *(*tokens[:5], gate.a_log, gate.dt_bias, state.write, state.indices),
+        *(*(conv or (None, None, None)), *(norm or (None, None))[:2], out),
     )
-    layout.kernel(layout.ctas, layout.threads, params, pdl=True)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    if (addresses[7] | addresses[10]) & 15:  # the slot stride was checked for calls alike
+        raise _misaligned(state, conv)
+    launch(addresses)
 
 
-class _Layout(NamedTuple):
-    """The part that calls alike share.
-
-    Attributes:
-        q, k, v, g, beta, state, norm_gate, out: strides of a row or slot.
-        conv_state: all strides, zeros without a convolution.
-        ctas, threads: of the launch.
-    """
-
-    kernel: CudaKernel
-    ctas: int
-    threads: int
-    heads: int
-    heads_per_key: int
-    q: int
-    k: int
-    v: int
-    g: int
-    beta: int
-    state: int
-    conv_state: tuple[int, ...]
-    norm_gate: int
-    out: int
-
-
-def _layout(
-    path: KernelPath,
-    call: DecodeCall,
-) -> _Layout:
-    tokens, gate, state, conv, norm, out, _, _ = call
+def _launch_of(path: KernelPath, call: DecodeCall) -> Callable[[list[int]], None]:
+    """The launch of calls alike, of the addresses that the parameters begin with."""
+    tokens, gate, state, conv, norm, out, pdl_prefetch_safe, _ = call
     q, k, v, g, beta = tokens[:5]
     pool = state.write
     assert pool is not None
     conv_state, taps, conv_bias = conv or (None, None, None)
-    norm_weight, norm_gate, _ = norm or (None, None, 0.0)
+    norm_weight, norm_gate, eps = norm or (None, None, 0.0)
     optional = (gate.a_log, gate.dt_bias, conv_state, taps, conv_bias, norm_weight, norm_gate)
     launch: FusedStepSm90Params = path.params
     kernel = _kernel(
@@ -163,23 +116,23 @@ def _layout(
         beta.dtype,
         *(None if tensor is None else tensor.dtype for tensor in optional),
     )
-    rows, value_heads = v.shape[:2]
-    return _Layout(
-        kernel=kernel,
-        ctas=rows * value_heads * launch.split,
-        threads=32 * launch.warps,
+    rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": pool, "out": out}
+    strides = {name: x.stride()[:1] for name, x in rows.items()}
+    strides["conv_state"] = (0, 0, 0) if conv_state is None else conv_state.stride()
+    strides["norm_gate"] = (0,) if norm_gate is None else norm_gate.stride()[:1]
+    number, value_heads = v.shape[:2]
+    params = PARAMS.at(
+        strides,
         heads=value_heads,
         heads_per_key=value_heads // q.shape[1],
-        q=q.stride(0),
-        k=k.stride(0),
-        v=v.stride(0),
-        g=g.stride(0),
-        beta=beta.stride(0),
-        state=pool.stride(0),
-        conv_state=(0, 0, 0) if conv_state is None else conv_state.stride(),
-        norm_gate=0 if norm_gate is None else norm_gate.stride(0),
-        out=out.stride(0),
+        null_slot=state.null_slot,
+        lower_bound=gate.lower_bound,
+        scale=tokens.scale,
+        eps=eps,
+        pdl_prefetch_safe=pdl_prefetch_safe,
     )
+    ctas, threads = number * value_heads * launch.split, 32 * launch.warps
+    return lambda addresses: kernel(ctas, threads, params(*addresses), pdl=True)
 
 
 def _misaligned(state: StateRef, conv: ConvInputs | None) -> ValueError:
@@ -233,7 +186,3 @@ def defines(
 @functools.cache
 def _kernel(*variant: Any) -> CudaKernel:
     return CudaKernel(SOURCE, "decode_step", PARAMS, defines(*variant))
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

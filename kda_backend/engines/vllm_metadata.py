@@ -89,6 +89,6 @@ def prefill_bounds(metadata: Any, sequences: int, device: torch.device) -> torch
     if metadata.num_spec_decodes or is_capturing(device):
         return None
     bounds: torch.Tensor = getattr(metadata, _BOUNDS)
-    first = metadata.num_decodes
-    offset: int = metadata.num_decode_tokens
-    return bounds[first : first + sequences + 1].sub(offset)
+    first, offset = metadata.num_decodes, metadata.num_decode_tokens
+    bounds = bounds[first : first + sequences + 1]
+    return bounds - offset if offset else bounds

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import enum
+import functools
+import itertools
+import operator
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from backend_core.launch.cuda import CudaParams
-from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, PrefillCall, Relaunch, StateRef, TokenInputs
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import StepPlan
 
@@ -58,13 +63,47 @@ SEQUENCE_FIELDS = (
     ("sequence_order", "const int*"),  # [N]: most chunks first
 )
 """Of both kernels that scan: where states are and which tokens a sequence has."""
+SEQUENCE_ADDRESSES = tuple(name for name, _ in SEQUENCE_FIELDS[:7])
+"""Those that differ from layer to layer of a step, as `state_addresses` gives them first."""
 
 SNAPSHOT_POOL_FIELDS = (
     ("snapshot_indices", "const int*"),  # [N, num_snapshots]: slots, negative for none
     ("snapshot_stride", "i64"),  # elements from slot to slot
 )
 """After all others of these kernels, in the variants that write snapshots to a pool."""
-_SNAPSHOT_POOL_PARAMS = CudaParams(SNAPSHOT_POOL_FIELDS)
+_SNAPSHOT_POOL_PARAMS = CudaParams(SNAPSHOT_POOL_FIELDS, addresses=["snapshot_indices"])
+
+
+def run(launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall) -> Relaunch | None:
+    """Runs a call of a path, and returns what makes the same launches at other addresses, if the
+    tensors can be read where they are.
+
+    Args:
+        launch_of: makes a step's launch from its first call that is laid out so; ``None`` where
+            rows start off multiples of 16 bytes by their strides.
+    """
+    tokens, gate, step_plan, state, out, chunk_states, scratch, kept, conv = call
+    if step_plan.num_sequences == 0:
+        return None  # no scan would be launched, and none would reset the counters
+    what = launch_of, chunk_states is None
+    known = kept.get(what)
+    if known is None or known[0]() is not step_plan:
+        known = kept[what] = weakref.ref(step_plan), launch_of(call)
+    launch: Relaunch | None = known[1]
+    q, k, v, g = [x.data_ptr() for x in tokens[:4]]
+    o = out.data_ptr()
+    if launch is None or (q | k | v | g | o) & 15:
+        aligned = _on_16_bytes(out)
+        rows = TokenInputs._make((*map(_on_16_bytes, tokens[:4]), *tokens[4:]))
+        run(launch_of, call._replace(tokens=rows, out=aligned, kept={}))
+        if aligned is not out:
+            out.copy_(aligned)
+        return None
+    beta = beta_of(tokens)  # a copy must live until the launch
+    qk_conv = () if conv is None else (conv.state.data_ptr(), conv.weight.data_ptr())
+    addresses = q, k, v, g, beta.data_ptr(), o
+    launch(addresses, gate, state_addresses(state, chunk_states), scratch, qk_conv)
+    return launch if beta is tokens.beta else None
 
 
 class Track(enum.IntEnum):
@@ -107,31 +146,6 @@ def tile_defines(variant: Variant) -> dict[str, int]:
 def intra_defines(variant: Variant, ctas_per_sm: int) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu."""
     return tile_defines(variant) | {"MIN_BLOCKS": ctas_per_sm}
-
-
-class Layout(NamedTuple):
-    """Sizes and strides of a call.
-
-    Attributes:
-        misaligned: rows of q, k, v, g or the output start off multiples of 16 bytes by their
-            strides.
-        q, k, v, g, o, beta: strides of a token and of a head.
-        state_in, state_out, chunk_states: strides (row, head, V, K), zeros where there is none.
-    """
-
-    value_heads: int
-    heads_per_key: int
-    misaligned: bool
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    g: tuple[int, ...]
-    o: tuple[int, ...]
-    beta: tuple[int, ...]
-    state_in: tuple[int, int, int, int]
-    state_out: tuple[int, int, int, int]
-    chunk_states: tuple[int, int, int, int]
-    num_snapshots: int
 
 
 def beta_of(tokens: TokenInputs) -> torch.Tensor:
@@ -185,50 +199,41 @@ def _track_of(state: StateRef, chunk_states: torch.Tensor | None) -> Track:
     return Track.IN_ORDER if asked else Track.NONE
 
 
-def pack_snapshot_pool(state: StateRef) -> bytes:
-    """The parameters that follow those of a kernel that writes no snapshots to a pool."""
-    return _SNAPSHOT_POOL_PARAMS.pack(
-        snapshot_indices=address_of(state.snapshot_indices),
-        snapshot_stride=state.snapshot_stride,
-    )
+def snapshot_pool(state: StateRef) -> Callable[..., bytes]:
+    """A function of the slots' address: the parameters that follow those of a kernel that writes no
+    snapshots to a pool; nothing where there is none."""
+    if state.snapshot_stride is None:
+        return lambda _: b""
+    return _SNAPSHOT_POOL_PARAMS.at({}, snapshot_stride=state.snapshot_stride)
 
 
-def layout_of(
-    tokens: TokenInputs, state: StateRef, out: torch.Tensor, chunk_states: torch.Tensor | None
-) -> Layout:
-    """Sizes and strides of a call."""
-    q, k, v, g, o = (x.stride()[1:3] for x in (*tokens[:4], out))
-    value_heads = tokens.v.shape[2]
-    return Layout(
-        value_heads=value_heads,
-        heads_per_key=value_heads // tokens.q.shape[2],
-        misaligned=any(2 * stride % 16 for strides in (q, k, v, g, o) for stride in strides),
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        o=o,
-        beta=beta_of(tokens).stride()[1:],
-        state_in=state.strides(state.read),
-        state_out=state.strides(state.write),
-        chunk_states=state.strides(chunk_states),
-        num_snapshots=0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
-    )
+def layout_of(call: PrefillCall) -> tuple[dict[str, tuple[int, ...]] | None, Variant]:
+    """Strides (token, head) of rows and (row, head, V, K) of states, by the names of the kernels'
+    parameters, zeros where there is none; or ``None`` where q, k, v, g or the output have rows off
+    multiples of 16 bytes. And the variant. Calls alike keep both."""
+    (q, k, v, g, *_), gate, step_plan, state, out, chunk_states, _, kept, _ = call
+    what = step_plan.cu_seqlens.dtype, chunk_states is None
+    if what not in kept:
+        strides = None
+        rows = [x.stride()[1:3] for x in (q, k, v, g, out)]
+        if functools.reduce(operator.or_, itertools.chain(*rows)) % 8 == 0:
+            strides = dict(zip("qkvgo", rows, strict=True))
+            strides["beta"] = beta_of(call.tokens).stride()[1:]
+            states = (("in", state.read), ("out", state.write))
+            strides |= {f"state_{name}": state.strides(x) for name, x in states}
+            strides["chunk_states"] = state.strides(chunk_states)
+        kept[what] = strides, variant_of(call.tokens, gate, step_plan, state, chunk_states)
+    found: tuple[dict[str, tuple[int, ...]] | None, Variant] = kept[what]
+    return found
 
 
-def on_16_bytes(x: torch.Tensor) -> torch.Tensor:
+def _on_16_bytes(x: torch.Tensor) -> torch.Tensor:
     """x, or a packed copy where its rows ``[B, T, heads, 128]`` are not on 16 bytes, as vector
     loads and stores need them."""
     _, stride_t, stride_h, _ = x.stride()
     if (x.data_ptr() | 2 * stride_t | 2 * stride_h) & 15:
         return x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def tokens_on_16_bytes(tokens: TokenInputs) -> TokenInputs:
-    """`on_16_bytes` of q, k, v and g."""
-    q, k, v, g = map(on_16_bytes, tokens[:4])
-    return TokenInputs(q, k, v, g, *tokens[4:])
 
 
 def gate_parameter(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
@@ -242,5 +247,8 @@ def gate_parameter(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     return x, address
 
 
-def address_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def state_addresses(state: StateRef, chunk_states: torch.Tensor | None) -> list[int]:
+    """Of `SEQUENCE_ADDRESSES` and the snapshots' slots, 0 for none."""
+    read, write, _, indices, has_initial, chunks, snapshots, slots, _, _ = state
+    tensors = (read, write, indices, has_initial, chunk_states, chunks, snapshots, slots)
+    return [0 if x is None else x.data_ptr() for x in tensors]

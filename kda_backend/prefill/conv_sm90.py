@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
-from kda_backend.contract.values import ConvInputs, StateRef, TokenInputs
+from kda_backend.contract.values import ConvInputs, TokenInputs
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
     INTRA_FIELDS,
     KERNELS,
     STRUCTS,
     Variant,
-    address_of,
     intra_defines,
 )
 from kda_backend.step_plan import StepPlan
@@ -40,7 +39,7 @@ _FIELDS = (
     ("cu_seqlens", "const void*"),  # [N + 1]
     ("chunk_begins", "const int*"),  # [chunks]: the sequence that begins with a chunk, else -1
 )
-_PARAMS = CudaParams(_FIELDS, _STRUCTS)
+_PARAMS = CudaParams(_FIELDS, _STRUCTS, ("q_conv", "k_conv", "state_indices", "has_initial_state"))
 CONV_PARAMS = CudaParams((*INTRA_FIELDS, *_FIELDS), STRUCTS | _STRUCTS)
 """Of the kernel: those without the convolution, then its own."""
 
@@ -84,17 +83,19 @@ def conv_defines(variant: Variant, ctas_per_sm: int, taps: torch.dtype) -> dict[
     }
 
 
-def pack(conv: ConvInputs, state: StateRef, step_plan: StepPlan, heads: int) -> bytes:
-    """The convolution's parameters, which follow those of the kernel without it."""
-    strides, size = conv.state.stride(), conv.weight.element_size()
-    channels = heads * DIM
-    q = (conv.state.data_ptr(), conv.weight.data_ptr(), *strides)
-    k_window = q[0] + channels * strides[1] * conv.state.element_size()
-    return _PARAMS.pack(
-        q_conv=q,
-        k_conv=(k_window, q[1] + channels * conv.weight.stride(0) * size, *strides),
-        state_indices=address_of(state.indices),
-        has_initial_state=address_of(state.has_initial),
-        cu_seqlens=step_plan.addresses.cu_seqlens,
+def params_of(conv: ConvInputs, step_plan: StepPlan, heads: int) -> Callable[..., bytes]:
+    """A function of the addresses of windows, taps, slots and continuations: the convolution's
+    parameters, which follow those of the kernel without it."""
+    strides, channels = conv.state.stride(), heads * DIM
+    window_bytes = channels * strides[1] * conv.state.element_size()
+    tap_bytes = channels * conv.weight.stride(0) * conv.weight.element_size()
+    fill = _PARAMS.at(
+        {"q_conv": strides, "k_conv": strides},
+        cu_seqlens=step_plan.cu_seqlens.data_ptr(),
         chunk_begins=step_plan.chunk_begins.data_ptr(),
     )
+
+    def pack(windows: int, taps: int, slots: int, initial: int) -> bytes:
+        return fill(windows, taps, windows + window_bytes, taps + tap_bytes, slots, initial)
+
+    return pack

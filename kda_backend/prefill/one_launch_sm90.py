@@ -14,27 +14,24 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.target import Target
-from kda_backend.contract.values import PrefillCall, StateRef
+from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, Relaunch, StateRef
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
     KERNELS,
+    SEQUENCE_ADDRESSES,
     SEQUENCE_FIELDS,
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
     TILE_BYTES,
-    Layout,
     Track,
     Variant,
-    address_of,
-    beta_of,
     gate_parameter,
     layout_of,
-    on_16_bytes,
-    pack_snapshot_pool,
+    run,
+    snapshot_pool,
     tile_defines,
-    tokens_on_16_bytes,
-    variant_of,
 )
+from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
 
 if TYPE_CHECKING:
@@ -61,7 +58,11 @@ _FIELDS = (
     ("split", "int"),  # 1: a task is a half of the value rows
     ("prefetch_state", "int"),  # 1: states are asked for in the L2 cache while tiles are made
 )
-PARAMS = CudaParams(_FIELDS, STRUCTS)
+PARAMS = CudaParams(
+    _FIELDS,
+    STRUCTS,
+    (*("q", "k", "g", "v", "o", "beta", "a_log", "dt_bias"), *SEQUENCE_ADDRESSES, "carry"),
+)
 POOL_PARAMS = CudaParams((*_FIELDS, *SNAPSHOT_POOL_FIELDS), STRUCTS)
 """Of the variants that write snapshots to a pool."""
 _THREADS = 128
@@ -85,39 +86,53 @@ class Launch(NamedTuple):
     ctas: int
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
-    return functools.partial(one_launch_sm90, row, target.num_sms)
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], object]:
+    return functools.partial(run, functools.partial(one_launch_sm90, target.num_sms))
 
 
-def one_launch_sm90(
-    row: KernelPath,
-    sms: int,
-    call: PrefillCall,
-) -> None:
+def one_launch_sm90(sms: int, call: PrefillCall) -> Relaunch | None:
     """Scores, solve and scan of all sequences, whose lengths the host knows."""
-    tokens, gate, step_plan, state, out, chunk_states, scratch, kept, _ = call
-    if step_plan.num_sequences == 0:
-        return
-    what = (row, step_plan.cu_seqlens.dtype, chunk_states is None)
-    known = kept.get(what)
-    if known is None:
-        variant = variant_of(tokens, gate, step_plan, state, chunk_states)
-        kernels = load_kernels(tokens.q.device, variant)
-        known = kept[what] = (layout_of(tokens, state, out, chunk_states), kernels)
-    layout, kernels = known
-    q, k, v, g = [x.data_ptr() for x in tokens[:4]]
-    if layout.misaligned or (q | k | v | g | out.data_ptr()) & 15:
-        rows = on_16_bytes(out)
-        aligned = call._replace(tokens=tokens_on_16_bytes(tokens), out=rows, kept={})
-        one_launch_sm90(row, sms, aligned)
-        if rows is not out:
-            out.copy_(rows)
-        return
+    tokens, gate, step_plan, state, *_ = call
+    strides, variant = layout_of(call)
+    if strides is None:
+        return None
+    value_heads = tokens.v.shape[2]
     assert step_plan.max_tokens is not None  # the row has a limit of the longest sequence
-    launch = choose_launch(step_plan.max_tokens, step_plan.num_sequences * layout.value_heads, sms)
-    # a sequence of several chunks has tiles of more bytes than its state
-    carry, _, _ = scratch.addresses(step_plan.num_chunks * layout.value_heads, TILE_BYTES, DIM)
-    _launch_one(kernels, launch, layout, call, carry)
+    tasks, num_tiles = (n * value_heads for n in (step_plan.num_sequences, step_plan.num_chunks))
+    chosen = choose_launch(step_plan.max_tokens, tasks, sms)
+    kernel = load_kernels(tokens.q.device, variant)[chosen.rows, chosen.ctas_per_sm]
+    table = step_plan.chunk_table
+    assert table is not None
+    params = PARAMS.at(
+        strides,
+        cu_seqlens=step_plan.cu_seqlens.data_ptr(),
+        chunk_offsets=table.offsets.data_ptr(),
+        sequence_order=table.sequence_order.data_ptr(),
+        scale=tokens.scale,
+        lower_bound=gate.lower_bound,
+        num_snapshots=state.num_snapshots,
+        num_value_heads=value_heads,
+        heads_per_key=value_heads // tokens.q.shape[2],
+        num_tasks=2 * tasks if chosen.split else tasks,
+        split=int(chosen.split),
+        prefetch_state=1,
+    )
+
+    in_pool = snapshot_pool(state)
+
+    def launch(
+        rows: Addresses, gate: GateSpec, states: Addresses, scratch: Scratch, qk_conv: Addresses
+    ) -> None:
+        q, k, v, g, beta, o = rows
+        # a sequence of several chunks has tiles of more bytes than its state, 64 KiB a value head
+        carry = scratch.addresses(num_tiles, TILE_BYTES, DIM)[0]
+        _a_log, a_log = gate_parameter(gate.a_log)
+        _dt_bias, dt_bias = gate_parameter(gate.dt_bias)
+        *sequences, slots = states
+        filled = params(q, k, g, v, o, beta, a_log, dt_bias, *sequences, carry)
+        kernel(chosen.ctas, _THREADS, filled + in_pool(slots))
+
+    return launch
 
 
 def has_pairs(state: StateRef) -> bool:
@@ -145,60 +160,6 @@ def choose_launch(longest: int, tasks: int, sms: int) -> Launch:
         tasks *= 2
     ctas_per_sm = 1 if tasks <= sms else CTAS_PER_SM[rows]
     return Launch(rows, ctas_per_sm, split, min(tasks, ctas_per_sm * sms))
-
-
-def _launch_one(
-    kernels: Mapping[tuple[int, int], CudaKernel],
-    launch: Launch,
-    layout: Layout,
-    call: PrefillCall,
-    carry: int,
-) -> None:
-    """The launch of a call whose rows are on 16 bytes.
-
-    Args:
-        kernels: of `load_kernels`.
-        carry: address of memory for the states between chunks, 64 KiB for each sequence and value
-            head of several chunks.
-    """
-    tokens, gate, step_plan, state, out, chunk_states, *_ = call
-    _a_log, a_log = gate_parameter(gate.a_log)
-    _dt_bias, dt_bias = gate_parameter(gate.dt_bias)
-    beta = beta_of(tokens)
-    plan = step_plan.addresses
-    tasks = step_plan.num_sequences * layout.value_heads
-    params = PARAMS.pack(
-        q=(tokens.q.data_ptr(), *layout.q),
-        k=(tokens.k.data_ptr(), *layout.k),
-        g=(tokens.g.data_ptr(), *layout.g),
-        v=(tokens.v.data_ptr(), *layout.v),
-        o=(out.data_ptr(), *layout.o),
-        beta=(beta.data_ptr(), *layout.beta),
-        a_log=a_log,
-        dt_bias=dt_bias,
-        state_in=(address_of(state.read), *layout.state_in),
-        state_out=(address_of(state.write), *layout.state_out),
-        state_indices=address_of(state.indices),
-        has_initial_state=address_of(state.has_initial),
-        chunk_states=(address_of(chunk_states), *layout.chunk_states),
-        snapshot_chunks=address_of(state.snapshot_chunks),
-        snapshots=address_of(state.snapshots),
-        cu_seqlens=plan.cu_seqlens,
-        chunk_offsets=plan.offsets,
-        sequence_order=plan.sequence_order,
-        carry=carry,
-        scale=tokens.scale,
-        lower_bound=gate.lower_bound,
-        num_snapshots=layout.num_snapshots,
-        num_value_heads=layout.value_heads,
-        heads_per_key=layout.heads_per_key,
-        num_tasks=2 * tasks if launch.split else tasks,
-        split=int(launch.split),
-        prefetch_state=1,
-    )
-    if state.snapshot_indices is not None:
-        params += pack_snapshot_pool(state)
-    kernels[launch.rows, launch.ctas_per_sm](launch.ctas, _THREADS, params)
 
 
 @functools.cache

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from backend_core.launch.cuda import CudaKernel
-    from kda_backend.contract.values import ConvInputs, GateSpec, PrefillCall, StateRef, TokenInputs
+    from backend_core.tables.schema import KernelPath
+    from kda_backend.contract.values import ConvInputs, GateSpec, Relaunch, StateRef, TokenInputs
     from kda_backend.prefill.arguments_sm90 import Variant
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan
@@ -25,13 +26,22 @@ CONVOLVING = ("segmented_sm90", "two_stage_sm90")
 
 def path_of(
     selection: KdaSelection, tokens: TokenInputs, step_plan: StepPlan, state: StateRef
-) -> Callable[[PrefillCall], None]:
-    """The bound path for the grid and the lengths of a call with these packed tokens."""
-    return selection.prefill.run(*_size(selection, tokens, step_plan, state))
+) -> tuple[KernelPath, Callable[..., Relaunch | None]]:
+    """The row for the grid and the lengths of a call with these packed tokens, and its bound path.
+
+    Rows that are limited by lengths read states whose channels lie in pairs, as those of all
+    engines do: of others no length is said.
+    """
+    paths, grid = selection.prefill, step_plan.num_chunks * tokens.v.shape[2]
+    longest = step_plan.max_tokens
+    row = paths.row(grid, longest)
+    if row.is_limited and not one_launch_sm90.has_pairs(state):
+        row, longest = paths.row(grid), None
+    return row, paths.run(grid, longest)
 
 
 def convolves(
-    selection: KdaSelection,
+    path: KernelPath,
     tokens: TokenInputs,
     gate: GateSpec,
     step_plan: StepPlan,
@@ -45,7 +55,6 @@ def convolves(
         tokens: q and k from before the convolution.
         conv: of all channels.
     """
-    path = selection.prefill.row(*_size(selection, tokens, step_plan, state))
     if path.name not in CONVOLVING:
         return False
     params = getattr(path.params, "cost_model", path.params)
@@ -54,17 +63,6 @@ def convolves(
     variant = variant_of(tokens, gate, step_plan, state, None)
     conv_sm90.load_kernels(tokens.q.device, variant, conv.weight.dtype)
     return conv_sm90.serves(params, conv, tokens, step_plan)
-
-
-def _size(
-    selection: KdaSelection, tokens: TokenInputs, step_plan: StepPlan, state: StateRef
-) -> tuple[int, int | None]:
-    """The grid of a call, and the tokens of its longest sequence. Rows that are limited by that
-    read states whose channels lie in pairs, as those of all engines do: of others it is not said.
-    """
-    grid, longest = step_plan.num_chunks * tokens.v.shape[2], step_plan.max_tokens
-    is_limited = longest is not None and selection.prefill.row(grid, longest).is_limited
-    return grid, None if is_limited and not one_launch_sm90.has_pairs(state) else longest
 
 
 def begin_to_compile(

@@ -18,7 +18,7 @@ import torch
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target, detect_target
-from kda_backend.contract.values import PrefillCall
+from kda_backend.contract.values import PrefillCall, Relaunch
 from kda_backend.launch_params import SegmentedParams
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -26,13 +26,14 @@ from kda_backend.prefill.arguments_sm90 import (
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
     Track,
+    run,
     variant_of,
 )
 from kda_backend.prefill.sm_schedule import CostModel, IntraCost, ScanCost, Schedule
-from kda_backend.prefill.two_stage_sm90 import SCAN_FIELDS, SegmentedScan, two_stage_sm90
+from kda_backend.prefill.two_stage_sm90 import SCAN_FIELDS, Scan, two_stage_sm90
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
-from kda_backend.step_plan import Segments, StepPlan
+from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from kda_backend.selection import KdaShape
@@ -60,40 +61,40 @@ POOL_SEGMENT_PARAMS = CudaParams((*SCAN_FIELDS, *SNAPSHOT_POOL_FIELDS, *_MORE_FI
 """Of the variants that write snapshots to a pool."""
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
-    return functools.partial(segmented_sm90, row)
+class Segments(NamedTuple):
+    """How a batch divides into segments, each of so many chunks from its sequence's start.
+
+    Attributes:
+        total: segments of all sequences; an empty sequence has one.
+        ends: results of the first pass over them: for a sequence of m > 1 segments the end of the
+            first, and for those between first and last the local end and the transition.
+        merged: sequences of more than two segments.
+    """
+
+    total: int
+    ends: int
+    merged: int
 
 
-def segmented_sm90(
-    path: KernelPath,
-    call: PrefillCall,
-) -> None:
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], object]:
+    return functools.partial(run, functools.partial(segmented_sm90, row))
+
+
+def segmented_sm90(path: KernelPath, call: PrefillCall) -> Relaunch | None:
     """`two_stage_sm90`, whose scan runs on segments of the sequences."""
-    tokens, gate, step_plan, state, _, chunk_states, scratch, *_ = call
-    value_heads = tokens.v.shape[2]
-    variant = variant_of(tokens, gate, step_plan, state, chunk_states)
-    kernels = _kernels(
-        path, tokens.q.device, variant.int64_offsets, variant.bf16_state, variant.track
-    )
-    segments = segments_of(path.params, step_plan)
-    scan = _segmented_scan(path, kernels, segments, step_plan, value_heads, scratch)
-    two_stage_sm90(kernels.whole, call, scan)
+    return two_stage_sm90(whole_row(path), call, functools.partial(_segmented_scan, path))
 
 
 def segments_of(params: SegmentedParams, step_plan: StepPlan) -> Segments:
     """The segments of a step, whose lengths the host knows."""
-    bounds, chunks = step_plan.cu_seqlens_cpu, params.segment_chunks
+    bounds, tokens = step_plan.cu_seqlens_cpu, params.segment_chunks * CHUNK
     assert bounds is not None  # the row has a limit of the longest sequence
-    found = step_plan.segments.get(chunks)
-    if found is None:
-        tokens = chunks * CHUNK
-        counts = [max(1, -(-(end - begin) // tokens)) for begin, end in itertools.pairwise(bounds)]
-        found = step_plan.segments[chunks] = Segments(
-            total=sum(counts),
-            ends=sum(max(0, 2 * count - 3) for count in counts),
-            merged=sum(count > 2 for count in counts),
-        )
-    return found
+    counts = [max(1, -(-(end - begin) // tokens)) for begin, end in itertools.pairwise(bounds)]
+    return Segments(
+        total=sum(counts),
+        ends=sum(max(0, 2 * count - 3) for count in counts),
+        merged=sum(count > 2 for count in counts),
+    )
 
 
 def choose_segment_schedule(
@@ -122,37 +123,36 @@ def choose_segment_schedule(
 
 
 class _Kernels(NamedTuple):
-    """The kernels of one model on one path and device: ``scan`` as (scan, scan_split); the row of
-    `two_stage_sm90` and its cost model."""
+    """The kernels of one model on one path and device: ``scan`` as (scan, scan_split); and the cost
+    model of `two_stage_sm90`."""
 
     ends: CudaKernel
     merge: CudaKernel
     scan: tuple[CudaKernel, CudaKernel]
-    whole: KernelPath
     cost_model: CostModel
 
 
-def _segmented_scan(
-    path: KernelPath,
-    kernels: _Kernels,
-    segments: Segments,
-    step_plan: StepPlan,
-    value_heads: int,
-    scratch: Scratch,
-) -> SegmentedScan:
+def _segmented_scan(path: KernelPath, call: PrefillCall) -> Scan:
     """The three launches that take the scan's place, each a programmatic dependent of the one
     before."""
-    chunks = path.params.segment_chunks
+    tokens, gate, step_plan, state, _, chunk_states, *_ = call
+    variant = variant_of(tokens, gate, step_plan, state, chunk_states)
+    kernels = _kernels(
+        path, tokens.q.device, variant.int64_offsets, variant.bf16_state, variant.track
+    )
+    segments = segments_of(path.params, step_plan)
+    chunks, value_heads = path.params.segment_chunks, tokens.v.shape[2]
     num_sms, num_tasks = kernels.cost_model.num_sms, segments.total * value_heads
     num_tiles = step_plan.num_chunks * value_heads
     schedule = choose_segment_schedule(kernels.cost_model, num_tiles, num_tasks, chunks)
     end_tasks, merge_tasks = segments.ends * value_heads, 2 * segments.merged * value_heads
+    num_sequences = step_plan.num_sequences
 
-    def launch(scan_params: bytes) -> None:
+    def launch(scan_params: bytes, scratch: Scratch) -> None:
         ends, transitions, decays, flags = scratch.segment_addresses(num_tasks, RESULT_BYTES, FLAGS)
         params = scan_params + _MORE_PARAMS.pack(
             segment_chunks=chunks,
-            num_sequences=step_plan.num_sequences,
+            num_sequences=num_sequences,
             num_end_tasks=end_tasks,
             num_merge_tasks=merge_tasks,
             segment_ends=ends,
@@ -165,7 +165,7 @@ def _segmented_scan(
         kernels.merge(max(1, min(merge_tasks, num_sms)), _MERGE_THREADS, params, pdl=True)
         kernels.scan[schedule.split](schedule.scan_ctas, _SCAN_THREADS, params, pdl=True)
 
-    return SegmentedScan(schedule, num_tasks, launch)
+    return Scan(schedule, num_tasks, launch)
 
 
 @functools.cache
@@ -183,9 +183,8 @@ def make_kernels(
             ("scan_split", segment_defines(int64_offsets, bf16_state, track)),
         )
     )
-    whole = whole_row(path)
-    cost_model = CostModel.from_table(whole.params, detect_target(device).num_sms)
-    return _Kernels(ends, merge, (scan, scan_split), whole, cost_model)
+    cost_model = CostModel.from_table(path.params.cost_model, detect_target(device).num_sms)
+    return _Kernels(ends, merge, (scan, scan_split), cost_model)
 
 
 @functools.cache

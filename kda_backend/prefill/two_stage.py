@@ -55,7 +55,7 @@ def two_stage(
         path,
         TokenSpec.of(tokens, gate),
         dtype,
-        0 if state.snapshot_chunks is None else state.snapshot_chunks.shape[1],
+        state.num_snapshots,
         state.v_first,
     )
     table = step_plan.chunk_table

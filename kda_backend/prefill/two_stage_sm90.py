@@ -11,27 +11,24 @@ import torch
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import Target, detect_target
-from kda_backend.contract.values import PrefillCall
+from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, Relaunch
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
     INTRA_FIELDS,
     KERNELS,
+    SEQUENCE_ADDRESSES,
     SEQUENCE_FIELDS,
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
     TILE_BYTES,
     Track,
     Variant,
-    address_of,
-    beta_of,
     gate_parameter,
     intra_defines,
     layout_of,
-    on_16_bytes,
-    pack_snapshot_pool,
-    tokens_on_16_bytes,
-    variant_of,
+    run,
+    snapshot_pool,
 )
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
 from kda_backend.scratch import Scratch
@@ -42,7 +39,11 @@ if TYPE_CHECKING:
 
 _INTRA_THREADS, _SCAN_THREADS = 128, 384
 
-INTRA_PARAMS = CudaParams(INTRA_FIELDS, STRUCTS)
+INTRA_PARAMS = CudaParams(
+    INTRA_FIELDS,
+    STRUCTS,
+    (*("q", "k", "g", "beta", "a_log", "dt_bias"), *("tiles", "chunk_decays", "progress")),
+)
 SCAN_FIELDS = (
     ("tiles", "const u16*"),  # as the intra stage has written them
     ("chunk_decays", "const float*"),
@@ -56,34 +57,38 @@ SCAN_FIELDS = (
     ("progress", "Progress*"),
     ("fault", "Fault*"),
 )
-SCAN_PARAMS = CudaParams(SCAN_FIELDS, STRUCTS)
+SCAN_PARAMS = CudaParams(
+    SCAN_FIELDS,
+    STRUCTS,
+    ("tiles", "chunk_decays", "v", "o", *SEQUENCE_ADDRESSES, "progress"),
+)
 POOL_SCAN_PARAMS = CudaParams((*SCAN_FIELDS, *SNAPSHOT_POOL_FIELDS), STRUCTS)
 """Of the variants that write snapshots to a pool."""
 
 
-class SegmentedScan(NamedTuple):
-    """The scan of a call by segments of its sequences.
+class Scan(NamedTuple):
+    """The scan of a step.
 
     Attributes:
         schedule: of the intra-chunk stage and the scan.
-        num_tasks: segments times value heads.
-        launch: the scan's launches, given the scan's parameters.
+        num_tasks: sequences, or their segments, times value heads.
+        launch: the scan's launches, given the scan's parameters and the call's scratch memory.
     """
 
     schedule: Schedule
     num_tasks: int
-    launch: Callable[[bytes], None]
+    launch: Callable[[bytes, Scratch], None]
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
-    return functools.partial(two_stage_sm90, row)
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], object]:
+    return functools.partial(run, functools.partial(two_stage_sm90, row))
 
 
 def two_stage_sm90(
     path: KernelPath,
     call: PrefillCall,
-    segments: SegmentedScan | None = None,
-) -> None:
+    segments: Callable[[PrefillCall], Scan] | None = None,
+) -> Relaunch | None:
     """Scores and solve of each chunk in one kernel, the scan of each sequence in another.
 
     The scan starts on SMs that the first kernel leaves to it, and finds by flags which tiles are
@@ -91,105 +96,86 @@ def two_stage_sm90(
     has counted.
 
     Args:
-        segments: what takes the scan's place (`segmented_sm90`).
+        segments: what takes the place of a scan of whole sequences (`segmented_sm90`).
     """
-    tokens, gate, step_plan, state, out, chunk_states, scratch, kept, conv = call
-    if step_plan.num_sequences == 0:
-        return  # without sequences no scan would be launched, and none would reset the counters
-    device = tokens.q.device
-    what = (path, step_plan.cu_seqlens.dtype, chunk_states is None)
-    known = kept.get(what)
-    if known is None:
-        variant = variant_of(tokens, gate, step_plan, state, chunk_states)
-        layout = layout_of(tokens, state, out, chunk_states)
-        known = kept[what] = (layout, variant, _kernels(path, device, variant))
-    layout, variant, kernels = known
-    q, k, v, g = [x.data_ptr() for x in tokens[:4]]
-    o = out.data_ptr()
-    if layout.misaligned or (q | k | v | g | o) & 15:
-        rows = on_16_bytes(out)
-        aligned = call._replace(tokens=tokens_on_16_bytes(tokens), out=rows, kept={})
-        two_stage_sm90(path, aligned, segments)
-        if rows is not out:
-            out.copy_(rows)
-        return
-    value_heads = layout.value_heads
+    tokens, gate, step_plan, state, *_, conv = call
+    strides, variant = layout_of(call)
+    if strides is None:
+        return None
+    device, value_heads = tokens.q.device, tokens.v.shape[2]
+    kernels = _kernels(path, device, variant)
     num_tiles = step_plan.num_chunks * value_heads
-    num_tasks = value_heads * step_plan.num_sequences
-    tiles, chunk_decays, progress = scratch.addresses(num_tiles, TILE_BYTES, DIM)
-    _a_log, a_log = gate_parameter(gate.a_log)
-    _dt_bias, dt_bias = gate_parameter(gate.dt_bias)
-    long_tasks = value_heads * step_plan.long_sequences
-    shape = PrefillShape(num_tiles, num_tasks, step_plan.max_chunks, long_tasks)
-    schedule = kernels.schedule(shape) if segments is None else segments.schedule
-    num_tasks = num_tasks if segments is None else segments.num_tasks
-    plan = step_plan.addresses
-    beta = beta_of(tokens)  # a copy must live until the launch
-    fault = fault_record().address
-    intra_params = INTRA_PARAMS.pack(
-        q=(q, *layout.q),
-        k=(k, *layout.k),
-        g=(g, *layout.g),
-        beta=(beta.data_ptr(), *layout.beta),
-        a_log=a_log,
-        dt_bias=dt_bias,
-        tiles=tiles,
-        chunk_decays=chunk_decays,
-        chunk_start=plan.start,
-        chunk_len=plan.length,
-        chunk_order=plan.sequence_major if schedule.sequence_major else plan.chunk_major,
+    of_call = segments or functools.partial(_whole, kernels, num_tiles, value_heads)
+    schedule, num_tasks, launch_scan = of_call(call)
+    table, fault = step_plan.chunk_table, fault_record().address
+    assert table is not None
+    order = table.sequence_major if schedule.sequence_major else table.chunk_major
+    intra_params = INTRA_PARAMS.at(
+        strides,
+        chunk_start=table.start.data_ptr(),
+        chunk_len=table.length.data_ptr(),
+        chunk_order=order.data_ptr(),
         num_value_heads=value_heads,
-        heads_per_key=layout.heads_per_key,
+        heads_per_key=value_heads // tokens.q.shape[2],
         lower_bound=gate.lower_bound,
         num_tiles=num_tiles,
         first_scan_sm=schedule.first_scan_sm,
         reserved_sm_tile_cap=schedule.reserved_sm_tile_cap,
-        progress=progress,
         fault=fault,
     )
-    scan_params = SCAN_PARAMS.pack(
-        tiles=tiles,
-        chunk_decays=chunk_decays,
-        v=(v, *layout.v),
-        o=(o, *layout.o),
-        state_in=(address_of(state.read), *layout.state_in),
-        state_out=(address_of(state.write), *layout.state_out),
-        state_indices=address_of(state.indices),
-        has_initial_state=address_of(state.has_initial),
-        chunk_states=(address_of(chunk_states), *layout.chunk_states),
-        snapshot_chunks=address_of(state.snapshot_chunks),
-        snapshots=address_of(state.snapshots),
-        cu_seqlens=plan.cu_seqlens,
-        chunk_offsets=plan.offsets,
-        sequence_order=plan.sequence_order,
+    scan_params = SCAN_PARAMS.at(
+        strides,
+        cu_seqlens=step_plan.cu_seqlens.data_ptr(),
+        chunk_offsets=table.offsets.data_ptr(),
+        sequence_order=table.sequence_order.data_ptr(),
         scale=tokens.scale,
-        num_snapshots=layout.num_snapshots,
+        num_snapshots=state.num_snapshots,
         num_value_heads=value_heads,
         num_tasks=num_tasks * 2 if schedule.split else num_tasks,
-        progress=progress,
         fault=fault,
     )
-    if state.snapshot_indices is not None:
-        scan_params += pack_snapshot_pool(state)
-    intra, scan = kernels.intra[schedule.intra_ctas_per_sm], kernels.scan[schedule.split]
+    intra = kernels.intra[schedule.intra_ctas_per_sm]
     if conv is not None:
-        convolving = kept.get(conv.weight.dtype)
-        if convolving is None:
-            convolving = conv_sm90.load_kernels(device, variant, conv.weight.dtype)
-            kept[conv.weight.dtype] = convolving
-        intra = convolving[schedule.intra_ctas_per_sm]
-        intra_params += conv_sm90.pack(conv, state, step_plan, tokens.q.shape[2])
-    intra(schedule.intra_ctas, _INTRA_THREADS, intra_params)
-    whole = functools.partial(scan, schedule.scan_ctas, _SCAN_THREADS, pdl=True)
-    _launch_scan(whole if segments is None else segments.launch, scan_params, scratch)
+        intra = conv_sm90.load_kernels(device, variant, conv.weight.dtype)[
+            schedule.intra_ctas_per_sm
+        ]
+        conv_params = conv_sm90.params_of(conv, step_plan, tokens.q.shape[2])
+
+    in_pool = snapshot_pool(state)
+
+    def launch(
+        rows: Addresses, gate: GateSpec, states: Addresses, scratch: Scratch, qk_conv: Addresses
+    ) -> None:
+        q, k, v, g, beta, o = rows
+        tiles, decays, progress = scratch.addresses(num_tiles, TILE_BYTES, DIM)
+        _a_log, a_log = gate_parameter(gate.a_log)
+        _dt_bias, dt_bias = gate_parameter(gate.dt_bias)
+        *sequences, slots = states
+        of_intra = intra_params(q, k, g, beta, a_log, dt_bias, tiles, decays, progress)
+        if qk_conv:
+            of_intra += conv_params(*qk_conv, sequences[2], sequences[3])
+        of_scan = scan_params(tiles, decays, v, o, *sequences, progress) + in_pool(slots)
+        intra(schedule.intra_ctas, _INTRA_THREADS, of_intra)
+        try:
+            launch_scan(of_scan, scratch)
+        except Exception:
+            scratch.clear_flags()  # which this scan would have reset
+            raise
+
+    return launch
 
 
-def _launch_scan(launch: Callable[[bytes], object], scan_params: bytes, scratch: Scratch) -> None:
-    try:
-        launch(scan_params)
-    except Exception:
-        scratch.clear_flags()  # which this scan would have reset
-        raise
+def _whole(kernels: _Kernels, num_tiles: int, value_heads: int, call: PrefillCall) -> Scan:
+    """The scan of each sequence as a whole."""
+    plan = call.step_plan
+    num_tasks, long_tasks = plan.num_sequences * value_heads, plan.long_sequences * value_heads
+    schedule = kernels.schedule(PrefillShape(num_tiles, num_tasks, plan.max_chunks, long_tasks))
+    scan = kernels.scan[schedule.split]
+
+    def launch(params: bytes, scratch: Scratch) -> None:
+        scan(schedule.scan_ctas, _SCAN_THREADS, params, pdl=True)
+
+    return Scan(schedule, num_tasks, launch)
 
 
 @functools.cache

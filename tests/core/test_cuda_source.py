@@ -122,6 +122,29 @@ def test_params_are_packed_by_name_as_c_lays_them_out() -> None:
     assert len(packed) == MIXED.size
 
 
+def test_params_differ_in_addresses_alone() -> None:
+    structs = {
+        "Rows": (("ptr", "void*"), ("stride", "i64")),
+        "Two": (("x", "void*"), ("y", "const void*"), ("stride", "i64"), ("of_all", "void*")),
+    }
+    fields = (
+        *(("a", "int"), ("b", "u16*"), ("c", "float"), ("rows", "Rows"), ("fixed", "u16*")),
+        *(("two", "Two"), ("d", "int")),
+    )
+    whole, params = CudaParams(fields, structs), CudaParams(fields, structs, ("two", "rows", "b"))
+    plain = {"a": 1, "c": 0.5, "fixed": 1 << 40, "d": -4}
+    fill = params.at({"rows": (8,), "two": (9, 10), "another's": (11,)}, **plain)
+    for b, row, x, y in ((1 << 41, 2, 3, 1 << 63), (5, 6, 7, 8)):
+        want = whole.pack(b=b, rows=(row, 8), two=(x, y, 9, 10), **plain)
+        assert fill(b, row, x, y) == want
+    with pytest.raises(ValueError, match="size"):
+        fill(1, 2, 3)
+    with pytest.raises(TypeError, match="missing"):
+        params.at({"rows": (8,), "two": (9, 10)}, a=1)
+    with pytest.raises(KeyError, match="two"):
+        params.at({"rows": (8,)}, **plain)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

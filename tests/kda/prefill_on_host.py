@@ -101,7 +101,7 @@ def use_two_stages(
     )
     # few SMs: CTAs take several tasks
     cost_model = CostModel.from_table(ROW.params, num_sms=5)
-    of_segments = segmented._Kernels(*passes, (scan, scan), ROW, cost_model)  # type: ignore[arg-type]
+    of_segments = segmented._Kernels(*passes, (scan, scan), cost_model)  # type: ignore[arg-type]
     monkeypatch.setattr(segmented, "_kernels", lambda *_: of_segments)
     monkeypatch.setattr(
         segmented,

@@ -168,9 +168,13 @@ def test_a_step_plan_of_other_tokens_is_refused(backend: Backend, seed: int) -> 
         model.run(layer.prefill, (4, 1), None)
 
 
-def test_the_layers_of_a_step_are_checked_once_for_each_layout(backend: Backend, seed: int) -> None:
-    first, later, other = (Model(backend, seed, LENGTHS) for _ in range(3))
+@pytest.mark.parametrize("dim", [16, 128])
+def test_the_layers_of_a_step_are_checked_once_for_each_layout(
+    backend: Backend, seed: int, dim: int
+) -> None:
+    first, later, other = (Model(backend, seed, LENGTHS, dim=dim) for _ in range(3))
     later.known = other.known = first.known
+    later.selection = other.selection = first.selection
     other.qkv = other.qkv.contiguous()
     outs = []
     for model, layouts in ((first, 1), (later, 1), (other, 2)):

@@ -48,7 +48,7 @@ def path_of(lengths: Iterable[int], state: StateRef = STATE, *, on_host: bool = 
     chosen = select(KNOWN_TARGETS["H200"], case.shape)
     tokens = TokenInputs.of(*case.tokens, scale=1.0)
     plan = plan_of(lengths, on_host=on_host)
-    return chosen.prefill.row(*paths._size(chosen, tokens, plan, state)).name
+    return paths.path_of(chosen, tokens, plan, state)[0].name
 
 
 def test_lengths_choose() -> None:

@@ -16,7 +16,7 @@ from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import SNAPSHOT_POOL_FIELDS
 from kda_backend.prefill.sm_schedule import CostModel
 from kda_backend.selection import KdaShape, deterministic_prefix, select
-from kda_backend.step_plan import Segments, StepPlan, build_step_plan
+from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.regimes import REGIMES
 from tests.kda.cases import ON_GPU, Backend, assert_result, assert_same_bits
 from tests.kda.prefill_on_host import ROW, segmented_row
@@ -35,9 +35,9 @@ def test_a_step_is_divided_from_each_sequences_start() -> None:
     params = SegmentedParams(2, COST_MODEL)
     # of 128 tokens: 4 segments and 2 results for each of the two in the middle; 1; 1; 2
     found = segmented.segments_of(params, plan_of((450, 0, 128, 129)))
-    assert found == Segments(total=8, ends=5 + 1, merged=1)
+    assert found == segmented.Segments(total=8, ends=5 + 1, merged=1)
     longer = segmented.segments_of(params, plan_of((450 + 128, 0, 128, 129)))
-    assert longer == Segments(total=9, ends=7 + 1, merged=1)
+    assert longer == segmented.Segments(total=9, ends=7 + 1, merged=1)
 
 
 def test_which_steps_are_scanned_by_segments() -> None:
@@ -96,7 +96,8 @@ def test_the_scans_parameters_and_those_of_segments_are_one_struct() -> None:
         for i, (name, kind) in enumerate((field for group in groups for field in group), start=1)
     }
     scan, pool, more = ({name: values[name] for name, _ in group} for group in groups)
-    packed = pipeline.SCAN_PARAMS.pack(**scan), segmented._MORE_PARAMS.pack(**more)
+    whole = CudaParams(pipeline.SCAN_FIELDS, pipeline.STRUCTS)
+    packed = whole.pack(**scan), segmented._MORE_PARAMS.pack(**more)
     assert segmented.SEGMENT_PARAMS.pack(**scan, **more) == b"".join(packed)
     in_pool = CudaParams(SNAPSHOT_POOL_FIELDS).pack(**pool)
     joined = packed[0] + in_pool + packed[1]

@@ -100,9 +100,10 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
     table = ChunkTable(*(torch.zeros(4, dtype=torch.int32),) * 6)
     plan = dataclasses.replace(plan, chunk_table=table)
     state = StateRef.functional(None, v_first=True)
+    untouched: Any = None
     with pytest.raises(RuntimeError, match="out of memory"):
         call = PrefillCall(tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, {})
-        pipeline.two_stage_sm90(ROW, call)
+        pipeline.bind(ROW, *(untouched,) * 2)(call)
     assert scratch.flags().numel() and not scratch.flags().any()
 
 
@@ -111,4 +112,4 @@ def test_no_sequences_launch_nothing() -> None:
     nothing = build_step_plan(torch.zeros(1, dtype=torch.int32), 0, chunk_table=False)
     untouched: Any = None  # whatever is looked at raises
     call = PrefillCall(*(untouched,) * 2, nothing, *(untouched,) * 5)
-    pipeline.two_stage_sm90(untouched, call)
+    pipeline.bind(*(untouched,) * 3)(call)
