@@ -1,6 +1,6 @@
 """Virtual environments that hold a real engine, and the engine tests run in them.
 
-    python tests/engines/envs.py                    # oldest, newest and one other release of each
+    python tests/engines/envs.py                    # oldest and newest of each, and one other
     python tests/engines/envs.py all                # every release that is claimed
     python tests/engines/envs.py vllm==0.30.0 ...   # these alone
 
@@ -82,13 +82,10 @@ def load_recipes() -> dict[str, dict[str, Any]]:
 
 
 def releases_of_the_day(recipes: dict[str, dict[str, Any]], day: int) -> list[str]:
-    """The releases that are always run, and of each engine the one whose turn it is on a day."""
-    chosen = {name for name, recipe in recipes.items() if recipe.get("ci") == "always"}
-    for engine in dict.fromkeys(name.split("==")[0] for name in recipes):
-        others = [n for n in recipes if n.startswith(f"{engine}==") and n not in chosen]
-        if others:
-            chosen.add(others[day % len(others)])
-    return [name for name in recipes if name in chosen]
+    """The releases that are always run, and that one of the others whose turn it is on a day."""
+    others = [name for name, recipe in recipes.items() if recipe.get("ci") != "always"]
+    turn = others[day % len(others)]
+    return [name for name in recipes if name not in others or name == turn]
 
 
 def environment(name: str, recipe: dict[str, Any]) -> Path:
