@@ -52,11 +52,18 @@ SHARED_LIMIT = {
 """Shared memory that one program may use, in bytes."""
 ALL = bool(os.environ.get("KDA_TEST_ALL_TARGETS"))
 OTHERS = ("sm100", "gfx942", "gfx950")
-TODAY = OTHERS[datetime.date.today().toordinal() % len(OTHERS)]
-COMPILED_AGAIN = tuple(TARGETS) if ALL else ("sm90", TODAY)
-"""Architectures for which the tests compile again what the committed reports hold: all with
-``KDA_TEST_ALL_TARGETS``, else Hopper and one that changes by the day, since each takes minutes."""
+IN_TURN = ("kda", "dsv4", "block_sparse")
 Report = dict[str, dict[str, int]]
+
+
+def compiled_again(family: str) -> tuple[str, ...]:
+    """Architectures for which a family's tests compile again what its committed report holds: all
+    with ``KDA_TEST_ALL_TARGETS``, else Hopper and, where the family's day has come, one other."""
+    day = datetime.date.today().toordinal()
+    if ALL:
+        return tuple(TARGETS)
+    turn = IN_TURN[day % len(IN_TURN)] == family
+    return ("sm90", OTHERS[day // len(IN_TURN) % len(OTHERS)]) if turn else ("sm90",)
 
 
 def compile_kernel(

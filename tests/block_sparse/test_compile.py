@@ -9,7 +9,7 @@ import pytest
 import triton
 
 from tests.block_sparse.compile_report import REPORT
-from tests.offline import COMPILED_AGAIN, SHARED_LIMIT, TARGETS, Report, report_of
+from tests.offline import SHARED_LIMIT, TARGETS, Report, compiled_again, report_of
 
 COMMITTED = json.loads(REPORT.read_text(encoding="utf-8"))
 MAY_SPILL = {"int8 per_thread e4m3"}  # three instructions, outside the loop
@@ -19,7 +19,7 @@ FEW_BYTES = ("sm80", "sm86", "sm89", "sm120", "sm121")
 tried with which a thread spills no more than four registers."""
 
 
-@pytest.mark.parametrize("arch", COMPILED_AGAIN)
+@pytest.mark.parametrize("arch", compiled_again("block_sparse"))
 def test_report(arch: str, tmp_path: Path) -> None:
     """Registers and spills are the committed ones."""
     if triton.__version__ != COMMITTED["triton"]:
