@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import triton
@@ -20,11 +19,11 @@ tried with which a thread spills no more than four registers."""
 
 
 @pytest.mark.parametrize("arch", compiled_again("block_sparse"))
-def test_report(arch: str, tmp_path: Path) -> None:
+def test_report(arch: str) -> None:
     """Registers and spills are the committed ones."""
     if triton.__version__ != COMMITTED["triton"]:
         pytest.skip(f"the report is of triton {COMMITTED['triton']}")
-    found = report_of("tests.block_sparse.compile_report", arch, tmp_path)
+    found = report_of("tests.block_sparse.compile_report", arch)
     assert found == COMMITTED[arch]
 
 

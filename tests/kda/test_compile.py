@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import triton
@@ -14,20 +13,15 @@ from tests.offline import SHARED_LIMIT, TARGETS, Report, compiled_again, report_
 COMMITTED = json.loads(REPORT.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("triton")
-
-
 @pytest.mark.skipif(
     triton.__version__ != COMMITTED["triton"],
     reason=f"the committed report is of Triton {COMMITTED['triton']}",
 )
 @pytest.mark.parametrize("arch", compiled_again("kda"))
-def test_kernels_compile_to_what_the_report_says(arch: str, cache: Path) -> None:
+def test_kernels_compile_to_what_the_report_says(arch: str) -> None:
     """A difference is a change of a kernel or a table: look at it, then
     ``python -m tests.kda.compile_report --write``."""
-    assert report_of("tests.kda.compile_report", arch, cache) == COMMITTED[arch]
+    assert report_of("tests.kda.compile_report", arch) == COMMITTED[arch]
 
 
 def sixteen_bit(arch: str) -> Report:
