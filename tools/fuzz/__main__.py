@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=min(14, len(os.sched_getaffinity(0))))
     parser.add_argument("--output", type=Path, help="the result file")
     args = parser.parse_args(arguments)
+    for name, least in (("batches", 1), ("seed", 0), ("jobs", 1)):
+        if (value := getattr(args, name)) < least:
+            parser.error(f"--{name} must be at least {least}, got {value}")
     result: dict[str, Any] = {**environment(), "script": "tools/fuzz/__main__.py"}
     result |= {"seed": args.seed, "rows": [], "failures": [], "wall_seconds": {}}
     for family in args.family or families():

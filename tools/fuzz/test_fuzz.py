@@ -200,3 +200,12 @@ def test_a_family_that_is_unknown_is_refused(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         fuzz.main(["--batches", "1", "--family", "mha"])
     assert "invalid choice: 'mha'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("batches", "0"), ("seed", "-1"), ("jobs", "0")])
+def test_numbers_that_would_run_nothing_are_refused(
+    name: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        fuzz.main(["--batches", "1", f"--{name}", value])
+    assert f"--{name} must be at least" in capsys.readouterr().err
