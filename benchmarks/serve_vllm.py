@@ -10,8 +10,8 @@ prompt is asked twice but for tokens), 8,192 tokens per step, up to 1,024 sequen
 
 ``--layers``, ``--heads`` and ``--experts`` cut the model; four heads are those of one rank of eight
 of Kimi-Linear-48B. ``--beside`` loads all sides at the same time, with small caches, and times them
-one after the other; ``--variant`` adds a side to the flag's; ``--capture-sizes`` adds sizes of
-graphs to the default ones.
+one after the other; ``--variant`` adds a side to the flag's, of which `LARGER_GRAPHS` captures more
+sizes than vLLM does by itself.
 
 Parts of ``run``, on one load of the model:
 
@@ -57,20 +57,19 @@ PROFILED = ((1, 512), (1, 2048), (1, 8192))
 HOST_CALL, HOST_CALLS = (1, 2048), 10
 PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long", "shared", "long_tokens")
 CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's own sizes on Hopper
+LARGER_GRAPHS, LARGER = "larger_graphs", (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 BESIDE = {"kv_cache_memory_bytes": 8 * 2**30, "gpu_memory_utilization": 0.2}
 
 
 def main() -> int:
-    parser, two, one = serve_work.commands(__doc__, PARTS, (serve_work.DETERMINISTIC,))
+    variants = (serve_work.DETERMINISTIC, LARGER_GRAPHS)
+    parser, two, _ = serve_work.commands(__doc__, PARTS, variants)
     two.add_argument("--limit", type=float, default=540.0, help="for all sides, seconds")
-    for command in (two, one):
-        command.add_argument("--capture-sizes", nargs="+", type=int, default=[])
     return serve_work.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:
-    sizes = ["--capture-sizes", *map(str, args.capture_sizes)] if args.capture_sizes else []
-    sides = serve_work.sides_of(args, ["--attention-backend", args.flag], sizes)
+    sides = serve_work.sides_of(args, ["--attention-backend", args.flag], [])
     module = "benchmarks.serve_vllm"
     return serve_work.pair(module, sides, args.out, args.limit, is_beside=args.beside)
 
@@ -78,9 +77,8 @@ def pair(args: argparse.Namespace) -> int:
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` beside those that `drawn_engine` gives."""
     options: dict[str, Any] = dict(BESIDE) if args.turns else {}
-    if args.capture_sizes:
-        sizes = sorted({*CAPTURED, *args.capture_sizes})
-        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    if args.variant == LARGER_GRAPHS:
+        options["compilation_config"] = {"cudagraph_capture_sizes": [*CAPTURED, *LARGER]}
     common = {"max_num_batched_tokens": BUDGET, "max_num_seqs": SEQUENCES}
     return {"max_model_len": 70000, **common, **options}
 

@@ -16,7 +16,7 @@ CUT = {
     "sglang_ling_3_tiny.json": "Ling-3.0-tiny's layers in sglang",
     "vllm033_4_heads.json": "Kimi-Linear-48B with four heads in vLLM",
     "sglang_4_heads.json": "Kimi-Linear-48B with four heads in sglang",
-    "vllm033_capture_sizes.json": "Kimi-Linear-48B in vLLM with larger graphs",
+    "vllm033_larger_graphs.json": "Kimi-Linear-48B in vLLM with larger graphs",
 }
 
 _RECALL = (
@@ -98,12 +98,12 @@ def cut_models() -> list[str]:
             for row in both(report)
             if row["kind"] != "load"
         ]
-        sizes = report["sides"]["flag"]["engine"].get("cudagraph_sizes")
+        sizes = report["sides"][[*names][-1]]["engine"].get("cudagraph_sizes")
         lines += [
             *section(f"{title} {report['engine'].split()[-1]}, default mode", report, name),
             "",
             f"The configuration with {', '.join(cut)}, and random weights."
-            + (f" Sizes of graphs: {sizes}." if sizes else ""),
+            + (f" Sizes of graphs of the last column: {sizes}." if sizes else ""),
             "",
             *([*table(["ms", *names.values(), "×"], cells), ""] if cells else []),
             *([] if report.get("beside") else _memory(report)),
