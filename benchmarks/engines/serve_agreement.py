@@ -2,7 +2,8 @@
 
 The same comparison is made between two ways to batch the prompts in one run, which differ only by
 rounding. A difference between upstream and flag is explained if upstream's two best tokens are no
-further apart than rounding moved them between those two batchings of upstream.
+further apart than rounding moved them between those two batchings of upstream: it moved those with
+another best token by at least their margin.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def compared(
         raise ValueError("expected two runs of the same prompts, got other lengths")
     first, again = (side["together"][: len(side["apart"])] for side in (upstream, flag))
     itself = agreement(first, upstream["apart"], None)
-    noise = itself["rounding_nats"]["max"]
+    noise = itself["limit_nats"]
     found = {"upstream together and apart": itself}
     found["flag together and apart"] = agreement(again, flag["apart"], noise)
     pairs = [("upstream and flag", upstream, flag)]
@@ -98,7 +99,8 @@ def agreement(
 
     Up to where two runs part they have read the same tokens, so that the margin between the same
     two best tokens differs by rounding alone: ``rounding_nats``. A parting is explained where a's
-    margin is at most ``noise``, or, without it, at most the largest of ``rounding_nats`` itself.
+    margin is at most ``noise``. Without it, both runs are one side's, which differ by nothing else,
+    and the largest of their partings' margins counts too.
     """
     moved, partings = [], []
     for number, (x, y) in enumerate(zip(a, b, strict=True)):
@@ -109,7 +111,9 @@ def agreement(
             if x["tokens"][i] != y["tokens"][i]:
                 partings.append({"prompt": number, "token": i, "margin_nats": margin(x, i)})
                 break
-    limit = noise if noise is not None else max(moved, default=0.0)
+    limit = noise
+    if limit is None:
+        limit = max([*moved, *(parting["margin_nats"] for parting in partings)], default=0.0)
     return {
         "prompts": len(a),
         "same": len(a) - len(partings),

@@ -40,12 +40,17 @@ def both(report: dict[str, Any], kind: str | None = None) -> list[dict[str, Any]
     ]
 
 
+def engine_of(report: dict[str, Any]) -> str:
+    """An engine and its release, as a text names them."""
+    return str(report["engine"]).replace("vllm", "vLLM")
+
+
 def default_modes() -> list[str]:
     """Engines in their default mode: every row of every pair."""
     lines = []
     for name in DEFAULT_MODES:
         report = load(name)
-        named = report["engine"].replace("vllm", "vLLM")
+        named = engine_of(report)
         engine = report["sides"]["flag"].get("engine", {})
         mode = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in engine.items())
         cells = (
@@ -100,9 +105,10 @@ def cut_models() -> list[str]:
         ]
         sizes = report["sides"][[*names][-1]]["engine"].get("cudagraph_sizes")
         lines += [
-            *section(f"{title} {report['engine'].split()[-1]}, default mode", report, name),
+            *section(title, report, name),
             "",
-            f"The configuration with {', '.join(cut)}, and random weights."
+            f"{engine_of(report)} in its default mode, the configuration with {', '.join(cut)}, and"
+            " random weights."
             + (f" Sizes of graphs of the last column: {sizes}." if sizes else ""),
             "",
             *([*table(["ms", *names.values(), "×"], cells), ""] if cells else []),

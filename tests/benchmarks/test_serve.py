@@ -361,6 +361,17 @@ def test_tokens_of_both_sides_are_compared() -> None:
     assert serve_agreement.collapse(greedy([7], 0.5))["distinct_tokens"] == 1
 
 
+def test_rounding_is_what_parts_upstream_from_itself() -> None:
+    upstream, flag = greedy([7], 0.25), greedy([8], 0.25)
+    upstream["apart"] = greedy([9], 0.25)["apart"]
+    found = serve_agreement.compared(upstream, flag)
+    assert found["upstream and flag, together"]["explained"] == serve_agreement.PROMPTS
+    further = greedy([7], 0.5)["together"][:1]
+    upstream["together"] = [*upstream["together"][:-1], *further]
+    found = serve_agreement.compared(upstream, flag)
+    assert found["upstream and flag, together"]["explained"] == serve_agreement.PROMPTS - 1
+
+
 def test_what_an_engine_compiles_in_its_first_mixed_load_does_not_count() -> None:
     """Planted: 6 s in the middle of the first one."""
     seconds = iter((9.0, 3.0, 3.2))
