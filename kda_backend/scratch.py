@@ -34,11 +34,10 @@ class Scratch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._tiles = torch.empty(0, dtype=torch.uint8, device=device)
+        # none yet, in as few tensors as there are dtypes: a call without a scratch makes its own
+        self._tiles = self._segments = torch.empty(0, dtype=torch.uint8, device=device)
         self._totals = torch.empty(0, dtype=torch.float32, device=device)
-        self._flags = torch.zeros(0, dtype=torch.int32, device=device)
-        self._segments = torch.empty(0, dtype=torch.uint8, device=device)
-        self._segment_flags = torch.zeros(0, dtype=torch.int32, device=device)
+        self._flags = self._segment_flags = torch.empty(0, dtype=torch.int32, device=device)
         self._asked = (0, 0, 0)
         self._addresses = (0, 0, 0)
         self._in_graphs: dict[int, torch.Tensor] = {}  # by address

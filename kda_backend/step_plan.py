@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +23,9 @@ _TABLE_SEQUENCES = 16  # that it looks at together; more spill, of scalars at 32
 
 class ChunkTable(NamedTuple):
     """The tokens of each chunk of a ragged batch: int32 tensors on the device.
+
+    Each is as long as a multiple of four, so that all begin on 16 bytes: kernels are compiled for
+    what is aligned. What lies behind the entries is arbitrary.
 
     Attributes:
         start, length: ``[capacity]``, first token and number of tokens of each chunk.
@@ -47,6 +51,9 @@ class StepPlan:
         cu_seqlens: ``[N + 1]`` int32 or int64 token offsets, on the inputs' device.
         cu_seqlens_cpu: the same as a tuple where the host knows them, else ``None``.
         num_tokens: ``T``, the number of packed tokens.
+        num_sequences: ``N``.
+        max_tokens: tokens of the longest sequence; ``None`` where the host does not know the
+            lengths.
         num_chunks: the number of 64-token chunks, where each sequence starts a new chunk. It is
             exact if the host knows the lengths, and otherwise an upper bound for any lengths with
             this ``T`` and ``N``.
@@ -60,29 +67,19 @@ class StepPlan:
     cu_seqlens: torch.Tensor
     cu_seqlens_cpu: tuple[int, ...] | None
     num_tokens: int
+    num_sequences: int
+    max_tokens: int | None
     num_chunks: int
     max_chunks: int
     long_sequences: int
     chunk_table: ChunkTable | None
 
     @functools.cached_property
-    def num_sequences(self) -> int:
-        return self.cu_seqlens.shape[0] - 1
-
-    @functools.cached_property
-    def max_tokens(self) -> int | None:
-        """Tokens of the longest sequence; ``None`` where the host does not know the lengths."""
-        if self.cu_seqlens_cpu is None:
-            return None
-        pairs = itertools.pairwise(self.cu_seqlens_cpu)
-        return max((end - begin for begin, end in pairs), default=0)
-
-    @functools.cached_property
     def chunk_begins(self) -> torch.Tensor:
         """``[num_chunks + 1]`` int32: the sequence that begins with a chunk, -1 for none; made at
         its first use, without a sync."""
         assert self.chunk_table is not None
-        first = self.chunk_table.offsets[:-1].long()
+        first = self.chunk_table.offsets[: self.num_sequences].long()
         begins = first.new_full((self.num_chunks + 1,), -1, dtype=torch.int32)
         # an empty sequence has the next one's first chunk, and the smaller number
         numbers = torch.arange(self.num_sequences, dtype=torch.int32, device=first.device)
@@ -117,22 +114,35 @@ def build_step_plan(
     if chunk_table:
         expect_kernel_device("cu_seqlens of a plan with a chunk table", cu_seqlens)
     host = cu_seqlens if cu_seqlens.device.type == "cpu" else cu_seqlens_cpu
-    lengths: tuple[int, ...] | None = None
+    sequences = cu_seqlens.shape[0] - 1
+    offsets: tuple[int, ...] | None = None
+    max_tokens = None
     if host is not None:
         check_cu_seqlens("cu_seqlens_cpu", host)
-        lengths = tuple(host.tolist())
-        _check_offsets(lengths, num_tokens, cu_seqlens.shape[0])
-        counts = [(end - begin + CHUNK - 1) // CHUNK for begin, end in itertools.pairwise(lengths)]
+        offsets = tuple(host.tolist())
+        _check_offsets(offsets, num_tokens, sequences + 1)
+        lengths = list(map(operator.sub, offsets[1:], offsets))
+        max_tokens = max(lengths, default=0)
+        counts = [(length + CHUNK - 1) // CHUNK for length in lengths]
         num_chunks, max_chunks = sum(counts), max(counts, default=0)
         long_sequences = sum(2 * count > max_chunks for count in counts)
     else:
-        sequences = cu_seqlens.shape[0] - 1
         num_chunks = min(num_tokens, (num_tokens + (CHUNK - 1) * sequences) // CHUNK)
         max_chunks, long_sequences = -(-num_chunks // max(1, sequences)), sequences
     table = None
     if chunk_table:
         table = build_chunk_table(cu_seqlens, num_chunks)
-    return StepPlan(cu_seqlens, lengths, num_tokens, num_chunks, max_chunks, long_sequences, table)
+    return StepPlan(
+        cu_seqlens,
+        offsets,
+        num_tokens,
+        sequences,
+        max_tokens,
+        num_chunks,
+        max_chunks,
+        long_sequences,
+        table,
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -183,16 +193,13 @@ def _check_offsets(offsets: tuple[int, ...], num_tokens: int, expected_len: int)
 
 
 def build_chunk_table(cu_seqlens: torch.Tensor, capacity: int) -> ChunkTable:
-    """The table of a batch, without a sync.
-
-    Each tensor begins on 16 bytes, whatever the capacity: kernels are compiled for what is aligned.
-    """
+    """The table of a batch, without a sync."""
     if is_elsewhere(cu_seqlens):
         return run_there(cu_seqlens, build_chunk_table, locals())
     n = cu_seqlens.shape[0] - 1
-    sizes = [part for size in (*(capacity,) * 4, n + 1, n) for part in (size, -size % 4)]
+    sizes = [size + -size % 4 for size in (*(capacity,) * 4, n + 1, n)]
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=cu_seqlens.device)
-    table = ChunkTable(*memory.split_with_sizes(sizes)[::2])
+    table = ChunkTable(*memory.split_with_sizes(sizes))
     _chunk_table_kernel().launch(
         (max(1, -(-capacity // _TABLE_BLOCK)), 1, 1),
         cu_seqlens_ptr=cu_seqlens,

@@ -30,7 +30,7 @@ STATE = StateRef.pool(torch.zeros(3, 4, 128, 128), torch.zeros(2, dtype=torch.in
 def plan_of(lengths: Iterable[int], *, on_host: bool = True) -> StepPlan:
     cu_seqlens = torch.tensor(offsets_of(tuple(lengths)), dtype=torch.int32)
     plan = build_step_plan(cu_seqlens, int(cu_seqlens[-1]), chunk_table=False)
-    return plan if on_host else dataclasses.replace(plan, cu_seqlens_cpu=None)
+    return plan if on_host else dataclasses.replace(plan, cu_seqlens_cpu=None, max_tokens=None)
 
 
 def test_the_h200s_table_alone_takes_it() -> None:

@@ -28,7 +28,7 @@ COST_MODEL: PrefillCostModel = ROW.params
 def plan_of(lengths: tuple[int, ...], *, known: bool = True) -> StepPlan:
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     plan = build_step_plan(bounds, int(bounds[-1]), chunk_table=False)
-    return plan if known else replace(plan, cu_seqlens_cpu=None)
+    return plan if known else replace(plan, cu_seqlens_cpu=None, max_tokens=None)
 
 
 def test_a_step_is_divided_from_each_sequences_start() -> None:
