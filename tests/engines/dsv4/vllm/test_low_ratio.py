@@ -376,6 +376,52 @@ def test_rejected_drafts_are_written_over(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_the_gpu_script_sees_a_wrong_graph(monkeypatch: pytest.MonkeyPatch, ratio: int) -> None:
+    """`benchmarks.engines.dsv4_vllm_watch`, with a step in the place of a graph's replay."""
+    from benchmarks.engines.dsv4_vllm_watch import Watch
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(LowRatioCompressor, "forward", LowRatioCompressor.forward)
+    watch, config = Watch("v41"), engine_config()
+    step = Served(build(monkeypatch, config, ratio), "fp8_ds_mla", "indexer_fp8", config)
+    wk = step.layer.indexer.wk  # as on a GPU; vLLM's linear layers of a CPU want to be packed
+    wk.forward = lambda x: (torch.nn.functional.linear(x, wk.weight), None)
+    state = types.SimpleNamespace(prepare_attn=None)
+    runner = types.SimpleNamespace(execute_model=None, model_state=state)
+    watch.attach(runner, config)
+    histories = [kit.make_history(step.caches.spec, 48, seed) for seed in range(3)]
+    step.run(histories, ((0, 0, 7), (1, 0, 3)))
+    for planted in (False, True):
+        watch.before = watch.copy()
+        chunks = ((0, 7, 25), (1, 3, 4))
+        metadata = step.run(histories, chunks)
+        watch.inputs["PIECEWISE", 21] = watch.inputs["NONE", 0]
+        batch = types.SimpleNamespace(
+            is_prefilling_np=torch.tensor([True, False]).numpy(),
+            num_computed_tokens_np=torch.tensor([7, 3]).numpy(),
+            num_draft_tokens=0,
+        )
+        runner.execute_model_state = types.SimpleNamespace(
+            input_batch=batch, attn_metadata=metadata
+        )
+        mode = types.SimpleNamespace(name="PIECEWISE")
+        watch.descriptor = types.SimpleNamespace(cg_mode=mode, num_tokens=21)
+        if planted:
+            step.caches.caches[1][0, 5] += 1
+        watch.compare()
+    watch.detach()
+    seen = watch.report()
+    (found,) = seen["steps"]
+    assert (found["kind"], found["later"], found["equal"], found["of"]) == ("mixed", True, 1, 2)
+    assert len(seen["failures"]) == 1 and "indexer.k_cache in 1 pages" in seen["failures"][0]
+    assert seen["planted_errors_seen"] == {"mixed": True}
+    assert seen["records_written"] == 2 * 2 * (19 if ratio == 1 else 10)
+    assert 0 < seen["bytes_unlike_upstream"] < seen["bytes_written"] / 4
+    assert sum(seen["kinds_of_bytes"].values()) <= seen["bytes_unlike_upstream"]
+
+
 def test_the_profile_run_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config()
     layer = build(monkeypatch, config)
