@@ -221,8 +221,6 @@ def attention_rows(flag: dict[str, Any], mode: str, verdict: Verdict) -> None:
                 mode, f"{what}, worst {seen['worst'][phase]:.4f} of a row's largest", close, of
             )
     ours = {phase for phase, calls in seen["calls"].items() if calls.get("ours", 0)}
-    if flag["model"] == "v41":
-        return  # its attention stays vLLM's
     wanted = {"decode"} if flag["heads"] == 64 else {"decode", "prefill"}
     if missing := wanted - ours:
         verdict.problems.append(

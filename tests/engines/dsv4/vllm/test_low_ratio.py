@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-import tempfile
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +44,7 @@ from dsv4_backend.low_ratio.torch import step as definition
 from dsv4_backend.testing import low_ratio as kit
 from dsv4_backend.testing.engine import Chunk
 from dsv4_backend.testing.oracle import within_one_code
-from tests.engines.deepseek_v4 import MODEL
+from tests.engines.deepseek_v4 import model_directory
 from tests.engines.vllm_process import common_metadata
 
 entry.vllm.dsv4()
@@ -56,23 +53,10 @@ STEPS = (*kit.LONG_CHUNKS, ((1, 31, 32), (0, 43, 44), (2, 27, 28)), ((2, 28, 32)
 
 
 @functools.cache
-def model_directory() -> str:
-    text = {k: v for k, v in MODEL.items() if k not in ("architectures", "quantization_config")}
-    text |= {"model_type": "deepseek_v41_text", "compress_ratios": [0, 2, 2, 1]}
-    text |= {"kv_source_layer_ids": [1, 3], "index_source_layer_ids": [1, 2, 3]}
-    text |= {"rms_norm_eps": 1e-20}
-    config = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
-    config |= {"torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
-    directory = Path(tempfile.mkdtemp())
-    (directory / "config.json").write_text(json.dumps(config))
-    return str(directory)
-
-
-@functools.cache
 def engine_config(flag: bool = True, **changes: Any) -> Any:
     given = {"kv_cache_dtype": "fp8", **changes}
     return EngineArgs(
-        model=model_directory(),
+        model=model_directory("v41"),
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=1024,
