@@ -178,8 +178,9 @@ class Watch:
             indexer._produce_k(latent, positions, layer.indexer_rotary_emb)
 
     def planted_error(self, inputs: dict[str, Input], metadata: Any, after: Memory) -> Memory:
-        """What a wrong graph would write: in V4 one that was captured with one token per request,
-        with its decode plan; in V4.1, where lengths choose launches alone, other positions."""
+        """The caches after a wrong graph: in V4 one that was captured with one token per request,
+        with its decode plan; in V4.1, where lengths only choose launches, one of other positions.
+        """
         if any(len(one) == 3 for one in inputs.values()):
             moved = {name: (one, kv, at + 1) for name, (one, kv, at) in inputs.items()}
             replan(inputs, metadata)
@@ -253,8 +254,8 @@ class Watch:
 
 
 def caches_of(compressor: Any) -> list[str]:
-    """The names of the caches that a compressor writes: of its state, if it has one, and records;
-    one of V4.1 makes the indexer's too."""
+    """The names of the caches that a compressor writes: of its state, if it has one, and of its
+    records; one of V4.1 writes the indexer's too."""
     state = [] if compressor.state_cache is None else [compressor.state_cache.prefix]
     keys = [compressor.source[1].k_cache.prefix] if hasattr(compressor, "source") else []
     return [*state, compressor.k_cache_prefix, *keys]

@@ -141,7 +141,7 @@ def _keep_heads(layer: Any, heads: int) -> None:
 
 
 class SparseAttention:
-    """What is vLLM's layer besides, whose calls of FlashMLA are made here; see `adopt`."""
+    """Mixin for vLLM's layers, the other base: their calls of FlashMLA are made here (`adopt`)."""
 
     prefix: str
     served: SparseLayer

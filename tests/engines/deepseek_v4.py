@@ -69,7 +69,7 @@ V41 = {
     "index_source_layer_ids": [1, 2, 3],
     "rms_norm_eps": 1e-20,
 }
-"""What V4.1's language model has besides, or otherwise."""
+"""Fields of V4.1's language model that V4 lacks or has otherwise."""
 
 
 @functools.cache
