@@ -1,6 +1,7 @@
-"""A small DeepSeek-V4 in a real vLLM on one GPU, without and with the flag: tokens and records.
+"""A small DeepSeek-V4 or V4.1 in a real vLLM on one GPU, without and with the flag.
 
-    python -m benchmarks.dsv4_engine_vllm [OUT.json] [--logs DIR] [--mtp] [--heads {8,16,32,64}]
+    python -m benchmarks.dsv4_engine_vllm [OUT.json] [--logs DIR] [--model {v4,v41}] [--mtp]
+        [--heads {8,16,32,64}] [--limit SECONDS]
 
 Four processes beside each other: upstream and flag, each in the default mode (Model Runner V2,
 PIECEWISE and FULL graphs) and eager. `benchmarks.engines.dsv4_vllm_side` describes the model.
@@ -15,10 +16,12 @@ Checked:
   in eager calls the rows of its outputs beside FlashMLA's on the same input
   (`benchmarks.engines.dsv4_attention`);
 - that the checks can fail: a planted error is seen, and the tokens depend on compressed rows;
-- with ``--mtp`` the same with two drafts per token from an MTP layer, in two processes more.
+- with ``--mtp`` the same with two drafts per token from an MTP layer, in two processes more; V4.1
+  has no such layer.
 
-Exit status 1 and the end of a process's log where one of them fails. Rows of other engines and of
-other numbers of heads in OUT.json stay.
+A process that fails, or takes longer than the limit, leaves what it found until then: that is
+compared, and the run ends with status 1 and the end of the log. Rows of other engines, models and
+numbers of heads in OUT.json stay.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -36,12 +40,13 @@ from pathlib import Path
 from typing import Any
 
 from backend_core.testing.records import write_record
-from benchmarks.engines.dsv4_vllm_side import DRAFTS, HEADS, MTP_SIDES, SIDES
+from benchmarks.engines.dsv4_vllm_side import CONFIGS, DRAFTS, HEADS, MTP_SIDES, SIDES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dsv4_engines_h200.json"
 SIDE = "benchmarks.engines.dsv4_vllm_side"
-LIMIT_S = 540.0
+NAMES = {"v4": "", "v41": "DeepSeek-V4.1, "}
+COMPRESSORS = {"v4": "FusedCompressor", "v41": "LowRatioCompressor"}
 
 
 class Verdict:
@@ -64,18 +69,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path, nargs="?", default=RESULT)
     parser.add_argument("--logs", type=Path, default=Path("/tmp/dsv4_engine_vllm"))
+    parser.add_argument("--model", choices=CONFIGS, default="v4")
     parser.add_argument("--mtp", action="store_true", help="two drafts per token besides")
     parser.add_argument("--heads", type=int, choices=HEADS, default=64, help="of the attention")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds for all processes")
     args = parser.parse_args()
+    if args.mtp and args.model != "v4":
+        parser.error("--mtp needs --model v4: V4.1's drafts come from another kind of model")
     args.logs.mkdir(parents=True, exist_ok=True)
     wanted = SIDES + MTP_SIDES if args.mtp else SIDES
-    sides = run(wanted, args.logs, args.heads)
-    missing = [side for side in wanted if side not in sides]
-    if set(missing) & set(SIDES):
-        print(f"no result file: {', '.join(missing)} did not run to the end")
+    sides, unfinished = run(wanted, args.logs, args.model, args.heads, args.limit)
+    if missing := [side for side in SIDES if "tokens" not in sides.get(side, {})]:
+        for name, side in sides.items():
+            for failure in side.get("records", {}).get("failures", []):
+                print(f"{name}: {failure}")
+        print(f"no result file: {', '.join(missing)} gave no tokens")
         raise SystemExit(1)
     verdict = judge(sides)
-    problems = verdict.problems + [f"{side} did not run to the end" for side in missing]
+    problems = verdict.problems + [f"{side} did not run to the end" for side in unfinished]
     for row in verdict.rows:
         print(f"{row['equal']:>10} of {row['of']:>10}  {row['mode']}: {row['check']}")
     write(args.out, sides["upstream"]["gpu"], verdict.rows)
@@ -84,36 +95,44 @@ def main() -> None:
     raise SystemExit(1 if problems else 0)
 
 
-def run(names: Sequence[str], logs: Path, heads: int) -> dict[str, Any]:
-    """The sides' results, of those that came to their end; of others the end of the log."""
+def run(
+    names: Sequence[str], logs: Path, model: str, heads: int, limit: float
+) -> tuple[dict[str, Any], list[str]]:
+    """The sides' results, and which did not come to their end; of these the end of the log."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     if "CUDA_HOME" not in environment and Path("/usr/local/cuda/bin/nvcc").exists():
         environment["CUDA_HOME"] = "/usr/local/cuda"  # DeepGEMM compiles with its nvcc
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit
     running = {}
     for name in names:
         out = logs / f"{name}.json"
         out.unlink(missing_ok=True)
         log = (logs / f"{name}.log").open("w")
-        command = [sys.executable, "-m", SIDE, name, str(out), "--heads", str(heads)]
+        command = [sys.executable, "-m", SIDE, name, str(out)]
+        command += ["--model", model, "--heads", str(heads)]
         running[name] = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
-    results = {}
+    results, unfinished = {}, []
     for name, process in running.items():
         try:
             status: Any = process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
-            status = f"more than {LIMIT_S:.0f} s"
+            status = f"more than {limit:.0f} s"
+            process.send_signal(signal.SIGINT)  # it writes what it found
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
         log_text = (logs / f"{name}.log").read_text(errors="replace")
         own = [line for line in log_text.splitlines() if line.startswith("[") and " s] " in line]
         print(f"== {name}: status {status}", *own, sep="\n", flush=True)
-        if status == 0 and (logs / f"{name}.json").exists():
+        if (logs / f"{name}.json").exists():
             results[name] = json.loads((logs / f"{name}.json").read_text())
-        else:
+        if status != 0:
+            unfinished.append(name)
             print(f"-- end of the log of {name}", *log_text.splitlines()[-45:], sep="\n")
-    return results
+    return results, unfinished
 
 
 def judge(sides: dict[str, Any]) -> Verdict:
@@ -123,14 +142,17 @@ def judge(sides: dict[str, Any]) -> Verdict:
     runner = "Model Runner V2" if flag["engine"]["model_runner_v2"] else "Model Runner V1"
     graphs = flag["engine"]["cudagraph_mode"].replace("_", " ")
     model = f"{upstream['heads']} heads, bf16 weights, fp32 head of 16 tokens, mHC in torch"
-    model = f"{model}, {main} upstream"
+    model = f"{NAMES[upstream['model']]}{model}"
+    if upstream["model"] == "v4":
+        model = f"{model}, {main} upstream"
     modes = {"": f"default ({runner}, {graphs}); {model}", "-eager": f"eager; {model}"}
     if all(side in sides for side in MTP_SIDES):
         modes["-mtp"] = f"default with MTP, {DRAFTS} drafts ({runner}, {graphs}); {model}"
     verdict = Verdict(upstream["release"])
     compare_tokens(verdict, sides, modes)
     for name, side in sides.items():
-        wanted = "FusedCompressor" if name.startswith("flag") else "DeepseekCompressor"
+        ours = COMPRESSORS[side["model"]]
+        wanted = ours if name.startswith("flag") else "DeepseekCompressor"
         if side["compressors"] != [wanted]:
             verdict.problems.append(
                 f"{name}: compressors must be {wanted}, got {side['compressors']}"
@@ -153,6 +175,9 @@ def compare_tokens(verdict: Verdict, sides: dict[str, Any], modes: dict[str, str
             ("tokens", "greedy tokens of 64 prompts, upstream and flag"),
             ("tokens_from_cache", "the same continued from the prefix cache, upstream and flag"),
         ):
+            if part not in one or part not in other:
+                verdict.problems.append(f"{mode.split(';')[0]}: no {part} of both sides")
+                continue
             pairs = zip(one[part]["tokens"], other[part]["tokens"], strict=True)
             same, of = sum(x == y for x, y in pairs), len(one[part]["tokens"])
             verdict.row(mode, what, same, of, False)
@@ -172,6 +197,8 @@ def compare_tokens(verdict: Verdict, sides: dict[str, Any], modes: dict[str, str
         check += " otherwise; not required)"
         verdict.row(modes[""], check, equal, len(pair[0]), False)
     for name, side in sides.items():
+        if "other_weights" not in side:
+            continue  # it is listed as one that did not run to the end
         if not any(side["tokens_from_cache"]["cached"]):
             verdict.problems.append(f"{name}: no prompt was continued from the prefix cache")
         pairs = zip(side["other_weights"], side["tokens"]["tokens"], strict=True)
@@ -241,7 +268,7 @@ def record_rows(flag: dict[str, Any], mode: str, verdict: Verdict) -> None:
             )
         if set(planted) != {"prefill", "mixed"} or not all(planted.values()):
             verdict.problems.append(
-                f"a decode plan for prefills must be seen as an error, got {planted}"
+                f"a wrong plan for prefills must be seen as an error, got {planted}"
             )
     verdict.problems += records["failures"]
     written = records["bytes_written"]
@@ -291,7 +318,7 @@ def partings(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[int, int,
 
 
 def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
-    """The result file, with what it has of other engines, releases and numbers of heads."""
+    """The result file, with what it has of other engines, releases, models and heads."""
     ours = {run_of(row) for row in rows}
     kept = json.loads(out.read_text())["rows"] if out.exists() else []
     kept = [row for row in kept if run_of(row) not in ours]
@@ -304,10 +331,10 @@ def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
     write_record(out, result)
 
 
-def run_of(row: dict[str, Any]) -> tuple[str, str, str]:
-    """Engine, release and heads that a row is of; the first rows did not name their 64."""
-    named = re.search(r"; (\d+) heads,", row.get("mode", ""))
-    return row["engine"], row["release"], named.group(1) if named else "64"
+def run_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Engine, release, model and heads of a row; the first rows did not name V4 and its 64."""
+    named = re.search(r"; (DeepSeek-V4\.1, )?(\d+) heads,", row.get("mode", ""))
+    return row["engine"], row["release"], *(named.groups("") if named else ("", "64"))
 
 
 if __name__ == "__main__":

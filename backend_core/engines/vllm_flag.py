@@ -193,12 +193,15 @@ def requested(vllm_config: Any) -> str | None:
 def after_init(cls: Any, decide: Callable[[Any, Any], None]) -> None:
     """Let a class of upstream's end its ``__init__`` with a decision, where the flag is passed.
 
-    A second call for a class changes nothing.
+    Several may be made, one after another; a second call with the same one changes nothing.
 
     Args:
         decide: called with the object and the ``VllmConfig`` that it was built under.
     """
     build = cls.__init__
+    decisions: list[Callable[[Any, Any], None]] = getattr(build, "_kda_dsv4", [])
+    if decide not in decisions:
+        decisions.append(decide)
     if hasattr(build, "_kda_dsv4"):
         return
 
@@ -209,9 +212,10 @@ def after_init(cls: Any, decide: Callable[[Any, Any], None]) -> None:
         build(self, *args, **kwargs)
         vllm_config = get_current_vllm_config()
         if requested(vllm_config) is not None:
-            decide(self, vllm_config)
+            for one in decisions:
+                one(self, vllm_config)
 
-    build_and_decide._kda_dsv4 = True  # type: ignore[attr-defined]
+    build_and_decide._kda_dsv4 = decisions  # type: ignore[attr-defined]
     cls.__init__ = build_and_decide
 
 

@@ -1,4 +1,4 @@
-"""The attention of a DeepSeek-V4 in a running vLLM, and ours compared with FlashMLA's.
+"""The attention of a DeepSeek-V4 or V4.1 in a running vLLM, and ours compared with FlashMLA's.
 
 Made before the engine, as calls are seen in captures and eager steps; a graph's replays call
 nothing, and have the attention that its capture had. In eager calls outside of captures FlashMLA
@@ -8,12 +8,12 @@ are compared.
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.models.deepseek_v4.nvidia import flashmla
 
 from mla_backend.engines import vllm_sparse
 from mla_backend.engines.sparse_layer import SparseLayer
@@ -26,7 +26,9 @@ COMPARED = 200  # calls of a phase; each costs a second run
 class AttentionWatch:
     """Counts calls by phase and kernel, and compares those of this package with FlashMLA's."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "v4") -> None:
+        flashmla = importlib.import_module(f"vllm.models.deepseek_{model}.nvidia.flashmla")
+        self._layer = flashmla.DeepseekV4FlashMLAAttention
         self.calls: dict[str, Counter[str]] = defaultdict(Counter)
         self.captured: dict[str, set[int]] = defaultdict(set)
         self.rows = {"decode": [0, 0], "prefill": [0, 0]}  # close, and of how many
@@ -131,7 +133,7 @@ class AttentionWatch:
         layers = Counter(
             type(module).__name__
             for name, module in model.named_modules()
-            if isinstance(module, flashmla.DeepseekV4FlashMLAAttention)
+            if isinstance(module, self._layer)
         )
         return {
             "layers": dict(layers),

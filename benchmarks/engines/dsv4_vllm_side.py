@@ -1,22 +1,28 @@
-"""One process of `benchmarks.dsv4_engine_vllm`: a small DeepSeek-V4 with random weights in vLLM.
+"""One process of `benchmarks.dsv4_engine_vllm`: a small model with random weights in vLLM.
 
-    python -m benchmarks.engines.dsv4_vllm_side {upstream,flag}[-eager|-mtp] OUT.json [--heads N]
+    python -m benchmarks.engines.dsv4_vllm_side {upstream,flag}[-eager|-mtp] OUT.json
+        [--model {v4,v41}] [--heads N]
 
-The model is vLLM's own DeepSeek-V4 for CUDA in bf16, with its shapes where kernels fix them: 64
-heads of 512 channels, or as few as a rank has under tensor parallelism, an indexer of 64 heads that
-takes 512 compressed rows, ratios 4 and 128.
+The model is vLLM's own DeepSeek-V4 or V4.1 for CUDA in bf16, with its shapes where kernels fix
+them: 64 heads of 512 channels, or as few as a rank has under tensor parallelism, an indexer of 64
+heads that takes 512 compressed rows. V4 has ratios 4 and 128. V4.1 has ratios 1 and 2, each with a
+layer that reads another one's rows, once by an indexer of its own and once by the other's lists; it
+is the language model alone, and captures fewer sizes. Its last layer makes rows of its own: behind
+the last such layer vLLM would run a prompt's last tokens alone, in graphs of their own.
 What the machine may lack is replaced by the engine's own code in another form, on every side alike:
 
 - mHC by vLLM's torch functions, since TileLang need not be there; its warm-up is off for this.
 - without CuTe DSL, upstream's main compressor by vLLM's own Triton kernel.
 
-What would let rounding choose tokens is avoided: experts are chosen by token (hash layers), the
-head is computed in fp32 and can choose 16 tokens, and no key takes most of an attention's weight.
+What would let rounding choose tokens is avoided: experts are chosen by token (hash layers), or in
+V4.1 each token takes all of them; the head is computed in fp32 and can choose 16 tokens, and no key
+takes most of an attention's weight.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -87,8 +93,39 @@ MODEL = {
     "num_hash_layers": 4,
     "num_nextn_predict_layers": 1,
 }
+V41_LAYERS = {
+    "num_hidden_layers": 6,
+    "compress_ratios": [0, 1, 1, 2, 2, 1],
+    "kv_source_layer_ids": [1, 3, 5],
+    "index_source_layer_ids": [1, 2, 3, 5],
+    "num_experts_per_tok": EXPERTS,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "v4": MODEL,
+    "v41": {
+        "architectures": ["DeepseekV41ForCausalLM"],
+        "model_type": "deepseek_v41",
+        "torch_dtype": "bfloat16",
+        "text_config": {**MODEL, **V41_LAYERS},
+        "vision_config": {},
+    },
+}
+CAPTURED = {"v41": [1, 2, 4, 8, 16, 32, 64, 128]}  # tokens of graphs; of V4 the engine's choice
 BATCHED_TOKENS, MAX_LENGTH, REQUESTS, NEW_TOKENS = 2048, 6144, 64, 16
 CACHE_BYTES = 2 << 30
+MHC = {  # by module the functions of hyper-connections that it calls
+    "v4": {
+        "model": (
+            *("mhc_pre_tilelang", "mhc_pre_broadcast_tilelang", "mhc_fused_post_pre_tilelang"),
+            *("mhc_post_tilelang", "hc_head_fused_kernel_tilelang"),
+        ),
+        "mtp": ("mhc_post_tilelang", "hc_head_fused_kernel_tilelang"),
+    },
+    "v41": {
+        "model": ("mhc_pre_delayed_tilelang", "mhc_post_tilelang"),
+        "ops.mhc": ("mhc_fused_post_pre_delayed_tilelang",),
+    },
+}
 CUTEDSL = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
 
 _begin = time.perf_counter()
@@ -98,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("side", choices=SIDES + MTP_SIDES)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--model", choices=CONFIGS, default="v4")
     parser.add_argument("--heads", type=int, choices=HEADS, default=64)
     args = parser.parse_args()
     flag, eager = args.side.startswith("flag"), args.side.endswith("eager")
@@ -110,23 +148,24 @@ def main() -> None:
 
     result: dict[str, Any] = {
         "side": args.side,
+        "model": args.model,
         "heads": args.heads,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "release": vllm.__version__,
-        "cutedsl": prepare(flag),
+        "cutedsl": prepare(flag, args.model),
     }
     watch = attention = None
     if flag:
         from benchmarks.engines.dsv4_attention import AttentionWatch
 
-        attention = AttentionWatch()
+        attention = AttentionWatch(args.model)
     if flag and not eager:
         from benchmarks.engines.dsv4_vllm_watch import Watch
 
-        watch = Watch()
+        watch = Watch(args.model)
     say("building the engine")
-    llm = load(flag, eager, drafts, args.heads)
+    llm = load(flag, eager, drafts, args.model, args.heads)
     runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
     if drafts:  # the target's weights last: they share the embedding and the head
         draw_weights(runner.get_draft_model())
@@ -145,24 +184,27 @@ def main() -> None:
     say(f"engine is ready: {result['engine']}, compressors {result['compressors']}")
     if watch is not None:
         watch.attach(runner, config)
-    result["tokens"] = generate(llm, prompts(), "tokens")
-    result["tokens_from_cache"] = generate(llm, continued(prompts()), "tokens from the cache")
-    if watch is not None:
-        sweep(llm.llm_engine, sizes, prefills=not drafts)
-        result["records"] = watch.report()
-        watch.detach()
-    result["other_weights"] = other_weights(llm, runner.model)
-    if attention is not None:
-        result["attention"] = attention.report(runner.model)
-    args.out.write_text(json.dumps(result) + "\n")
-    say("done")
+    try:
+        result["tokens"] = generate(llm, prompts(), "tokens")
+        result["tokens_from_cache"] = generate(llm, continued(prompts()), "tokens from the cache")
+        if watch is not None:
+            sweep(llm.llm_engine, sizes, prefills=not drafts)
+            watch.detach()
+        result["other_weights"] = other_weights(llm, runner.model)
+        say("done")
+    finally:  # what was found until something failed
+        if watch is not None:
+            result["records"] = watch.report()
+        if attention is not None:
+            result["attention"] = attention.report(runner.model)
+        args.out.write_text(json.dumps(result) + "\n")
 
 
 def say(line: str) -> None:
     print(f"[{time.perf_counter() - _begin:6.1f} s] {line}", flush=True)
 
 
-def prepare(flag: bool) -> bool:
+def prepare(flag: bool, name: str) -> bool:
     """Load plug-ins and put the engine's own torch and Triton code in the place of what is missing.
 
     Returns:
@@ -170,6 +212,7 @@ def prepare(flag: bool) -> bool:
     """
     import importlib
 
+    import vllm
     from vllm.plugins import load_general_plugins
     from vllm.utils.import_utils import has_cutedsl, has_deep_gemm
 
@@ -184,13 +227,16 @@ def prepare(flag: bool) -> bool:
     if not has_cutedsl():
         sys.modules[CUTEDSL] = triton_compressor()
     functions = mhc_functions()
-    drafter = ("mhc_post_tilelang", "hc_head_fused_kernel_tilelang")
-    for part, names in (("model", tuple(functions)), ("mtp", drafter)):
-        module = importlib.import_module(f"vllm.models.deepseek_v4.nvidia.{part}")
-        for name in names:
-            if not hasattr(module, name):
-                raise RuntimeError(f"{module.__name__} must have {name}, which is to be replaced")
-            setattr(module, name, functions[name])
+    for part, names in MHC[name].items():
+        module = importlib.import_module(f"vllm.models.deepseek_{name}.nvidia.{part}")
+        for function in names:
+            if not hasattr(module, function):
+                raise RuntimeError(f"{module.__name__} must have {function}, to be replaced")
+            setattr(module, function, functions[function])
+    if name == "v41":  # the language model without the images' tower around it
+        model = importlib.import_module("vllm.models.deepseek_v41.nvidia.model")
+        architecture = CONFIGS[name]["architectures"][0]
+        vllm.ModelRegistry.register_model(architecture, model.DeepseekV41LLMForCausalLM)
     warm_up_before_capture()
     return bool(has_cutedsl())
 
@@ -215,7 +261,11 @@ def triton_compressor() -> types.ModuleType:
 def mhc_functions() -> dict[str, Any]:
     """The functions of the model's hyper-connections, by the names that it calls."""
     import torch
-    from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_torch
+    from vllm.model_executor.kernels.mhc.torch import (
+        mhc_post_torch,
+        mhc_pre_delayed_torch,
+        mhc_pre_torch,
+    )
 
     def norm(x: Any, weight: Any, eps: float) -> Any:
         y = x.float()
@@ -237,6 +287,18 @@ def mhc_functions() -> dict[str, Any]:
         residual = mhc_post_torch(x, residual, post, comb)
         return residual, *pre(residual, *terms, **options)
 
+    def pre_delayed(
+        residual: Any, *terms: Any, norm_weight: Any, norm_eps: float, **options: Any
+    ) -> Any:
+        post, comb, x, mix = mhc_pre_delayed_torch(residual, *terms, **options)
+        return post, comb, norm(x, norm_weight, norm_eps), mix
+
+    def post_pre_delayed(
+        x: Any, residual: Any, post: Any, comb: Any, *terms: Any, capture_aux: bool, **options: Any
+    ) -> Any:
+        residual = mhc_post_torch(x, residual, post, comb)
+        return residual, *pre_delayed(residual, *terms, **options), x.new_empty(0, x.shape[1])
+
     def head(x: Any, fn: Any, scale: Any, base: Any, rms_eps: float, eps: float) -> Any:
         y = x.flatten(1).float()
         mixes = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + rms_eps)) @ fn.t()
@@ -247,6 +309,8 @@ def mhc_functions() -> dict[str, Any]:
         "mhc_pre_tilelang": pre,
         "mhc_pre_broadcast_tilelang": pre_broadcast,
         "mhc_fused_post_pre_tilelang": post_pre,
+        "mhc_pre_delayed_tilelang": pre_delayed,
+        "mhc_fused_post_pre_delayed_tilelang": post_pre_delayed,
         "mhc_post_tilelang": mhc_post_torch,
         "hc_head_fused_kernel_tilelang": head,
     }
@@ -275,13 +339,16 @@ def warm_up_before_capture() -> None:
     GPUModelRunner.capture_model = capture_model
 
 
-def load(flag: bool, eager: bool, drafts: int, heads: int) -> Any:
+def load(flag: bool, eager: bool, drafts: int, name: str, heads: int) -> Any:
     from vllm import LLM
 
     from backend_core.engines import flag_name
 
     directory = Path(tempfile.mkdtemp())
-    (directory / "config.json").write_text(json.dumps({**MODEL, "num_attention_heads": heads}))
+    config = copy.deepcopy(CONFIGS[name])
+    config.get("text_config", config)["num_attention_heads"] = heads
+    (directory / "config.json").write_text(json.dumps(config))
+    sizes = {} if eager else {"cudagraph_capture_sizes": CAPTURED.get(name)}
     return LLM(
         model=str(directory),
         load_format="dummy",
@@ -298,6 +365,7 @@ def load(flag: bool, eager: bool, drafts: int, heads: int) -> Any:
         kernel_config={"enable_jit_warmup": False},
         hf_overrides={"head_dtype": "float32"},  # in bf16 a twentieth of all tokens are ties
         seed=0,
+        compilation_config={k: v for k, v in sizes.items() if v},
         **({"attention_backend": flag_name("vllm", "dsv4")} if flag else {}),
         **(
             {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}}

@@ -9,6 +9,7 @@ of its sliding window.
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,10 @@ from typing import Any
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, set_forward_context
-from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.v1.worker.gpu import model_runner
 
-from dsv4_backend.engines.vllm_compressor import FusedCompressor
-
-Input = tuple[Any, torch.Tensor, torch.Tensor, Any]
-Call = Callable[[Any, torch.Tensor, torch.Tensor, Any], None]
+Input = tuple[Any, ...]  # a compressor, projections, positions, and in V4 the RoPE
+Call = Callable[..., Any]
 Memory = dict[int, torch.Tensor]  # all bytes of the caches' storages, by their address
 Key = tuple[str, str, bool, int]  # mode, kind, starts behind a chunk or a prefix, tokens
 LEAST_PLANTED = 16  # tokens of the steps that a planted error is shown in
@@ -34,7 +32,7 @@ page's scales lie behind its data."""
 class Watch:
     """Made before the engine, since it has to see the captures; attached to it afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         # by mode and tokens of a graph, and of the last eager step: compressors and their input
         self.inputs: dict[tuple[str, int], dict[str, Input]] = {}
         self.steps: Counter[Key] = Counter()
@@ -47,14 +45,18 @@ class Watch:
         self.drafts = 0
         self.descriptor: Any = None
         self.before: Memory | None = None
-        self.forward: Call = FusedCompressor.forward
+        adapter = "vllm_compressor" if model == "v4" else "vllm_low_ratio"
+        ours = importlib.import_module(f"dsv4_backend.engines.{adapter}")
+        served = ours.FusedCompressor if model == "v4" else ours.LowRatioCompressor
+        self.upstream: Call = ours.DeepseekCompressor.forward
+        self.forward: Call = served.forward
         watch = self
 
-        def forward(self: Any, kv_score: torch.Tensor, positions: torch.Tensor, rope: Any) -> None:
-            watch.keep(self, kv_score, positions, rope)
-            watch.forward(self, kv_score, positions, rope)
+        def forward(self: Any, *read: Any) -> Any:
+            watch.keep(self, *read)
+            return watch.forward(self, *read)
 
-        FusedCompressor.forward = forward  # type: ignore[assignment, method-assign]
+        served.forward = forward
 
     def keep(self, compressor: Any, *read: Any) -> None:
         mode, tokens = "NONE", 0
@@ -126,6 +128,8 @@ class Watch:
         kind = "prefill" if prefilling.all() else "mixed" if prefilling.any() else "decode"
         later = bool((batch.num_computed_tokens_np[prefilling] > 0).any())
         after = self.copy()
+        if mode == "PIECEWISE":  # V4.1: as captured, where no length of a chunk is known
+            replan(inputs, metadata, longest=None)
         eager = self.again(self.forward, inputs, metadata, after)
         key = (mode, kind, later, size)
         self.steps[key] += 1
@@ -133,13 +137,13 @@ class Watch:
             self.equal[key] += 1
         elif len(self.failures) < 20:
             self.failures.append(f"{key}: {self.where(after, eager, inputs)}")
-        upstream = self.again(DeepseekCompressor.forward, inputs, metadata, after)
+        upstream = self.again(self.stock, inputs, metadata, after)
         self.count(after, upstream, inputs, metadata)
         drafts = int(batch.num_draft_tokens)
         self.drafts += drafts
         several = drafts if kind == "decode" else later and mode == "PIECEWISE"
         if several and size >= LEAST_PLANTED and not self.planted.get(kind, False):
-            self.planted[kind] = not same(after, self.as_decode(inputs, metadata, after))
+            self.planted[kind] = not same(after, self.planted_error(inputs, metadata, after))
         self.restore(after)
         torch.cuda.synchronize()
 
@@ -152,10 +156,10 @@ class Watch:
         self.restore(self.before)
         context = set_forward_context(metadata, self.vllm_config, num_tokens=1)
         with torch.inference_mode(), context:
-            for compressor, kv_score, positions, rope in inputs.values():
-                tokens = metadata[compressor.state_cache.prefix].slot_mapping.shape[0]
+            for compressor, kv_score, positions, *rope in inputs.values():
+                tokens = metadata[caches_of(compressor)[0]].slot_mapping.shape[0]
                 torch.cuda.synchronize()
-                call(compressor, kv_score[:tokens], positions[:tokens], rope)
+                call(compressor, kv_score[:tokens], positions[:tokens], *rope)
         torch.cuda.synchronize()
         copy = self.copy()
         for name, cache in self.caches.items():
@@ -165,13 +169,27 @@ class Watch:
                 view(copy, cache)[pages] = view(after, cache)[pages]
         return copy
 
-    def as_decode(self, inputs: dict[str, Input], metadata: Any, after: Memory) -> Memory:
-        """A planted error, that of a graph captured with one token per request: the decode plan."""
+    def stock(self, compressor: Any, kv_score: torch.Tensor, positions: Any, *rope: Any) -> None:
+        """Upstream's launches for a compressor; in V4.1 its layer makes those of the records."""
+        latent = self.upstream(compressor, kv_score, positions, *rope)
+        if latent is not None:
+            layer, indexer = compressor.source
+            compressor.insert_cache(latent, positions, layer.rotary_emb)
+            indexer._produce_k(latent, positions, layer.indexer_rotary_emb)
+
+    def planted_error(self, inputs: dict[str, Input], metadata: Any, after: Memory) -> Memory:
+        """The caches after a wrong graph: in V4 one that was captured with one token per request,
+        with its decode plan; in V4.1, where lengths only choose launches, one of other positions.
+        """
+        if any(len(one) == 3 for one in inputs.values()):
+            moved = {name: (one, kv, at + 1) for name, (one, kv, at) in inputs.items()}
+            replan(inputs, metadata)
+            result = self.again(self.forward, moved, metadata, after)
+            replan(inputs, metadata)
+            return result
         states = [metadata[one[0].state_cache.prefix] for one in inputs.values()]
         lengths = [state.max_query_len for state in states]
-        for state in states:
-            state.max_query_len = 1
-            state.plans.clear()
+        replan(inputs, metadata, max_query_len=1)
         result = self.again(self.forward, inputs, metadata, after)
         for state, length in zip(states, lengths, strict=True):
             state.max_query_len = length
@@ -182,7 +200,7 @@ class Watch:
         """The compressors whose caches differ, with the number of differing pages."""
         found = []
         for compressor, *_ in inputs.values():
-            for name in (compressor.state_cache.prefix, compressor.k_cache_prefix):
+            for name in caches_of(compressor):
                 cache = self.caches[name]
                 pages = (view(after, cache) != view(eager, cache)).any(1).sum()
                 if pages:
@@ -196,7 +214,7 @@ class Watch:
         write the same: which they are and how far their codes are apart."""
         self.differing += sum(int((after[x] != upstream[x]).sum()) for x in after)
         for compressor, *_ in inputs.values():
-            names = (compressor.state_cache.prefix, compressor.k_cache_prefix)
+            names = caches_of(compressor)
             tokens = metadata[names[0]].slot_mapping.shape[0]
             for name in names:
                 cache = self.caches[name]
@@ -206,14 +224,15 @@ class Watch:
                 self.written += slots.numel() * row_bytes
                 pages = (slots // cache.shape[1]).unique()
                 ours, theirs = view(after, cache)[pages], view(upstream, cache)[pages]
-                found = (ours != theirs).nonzero()
-                if name == names[1]:
+                unlike = ours != theirs
+                found = unlike.nonzero().tolist()
+                if cache.element_size() == 1:
                     self.records[1] += slots.numel()
-                    rows = {(p, row_of(byte, *cache.shape[1:3])) for p, byte in found.tolist()}
+                    rows = {(page, row_of(byte, *cache.shape[1:3])) for page, byte in found}
                     self.records[0] += len(rows)
-                for page, byte in found.tolist():
-                    apart = abs(int(ours[page, byte]) - int(theirs[page, byte]))
-                    self.kinds[f"{part_of(byte, cache)}, {apart} apart"] += 1
+                apart = (ours[unlike].int() - theirs[unlike].int()).abs().tolist()
+                for (_, byte), codes in zip(found, apart, strict=True):
+                    self.kinds[f"{part_of(byte, cache)}, {codes} apart"] += 1
 
     def report(self) -> dict[str, Any]:
         rows = [
@@ -232,6 +251,23 @@ class Watch:
             "records_unlike_upstream": self.records[0],
             "records_written": self.records[1],
         }
+
+
+def caches_of(compressor: Any) -> list[str]:
+    """The names of the caches that a compressor writes: of its state, if it has one, and of its
+    records; one of V4.1 writes the indexer's too."""
+    state = [] if compressor.state_cache is None else [compressor.state_cache.prefix]
+    keys = [compressor.source[1].k_cache.prefix] if hasattr(compressor, "source") else []
+    return [*state, compressor.k_cache_prefix, *keys]
+
+
+def replan(inputs: dict[str, Input], metadata: Any, **changes: Any) -> None:
+    """Change fields of the states' metadata, and let the next calls make their plans anew."""
+    for compressor, *_ in inputs.values():
+        if compressor.state_cache is not None:
+            state = metadata[compressor.state_cache.prefix]
+            vars(state).update(changes)
+            state.plans.clear()
 
 
 def view(memory: Memory, cache: torch.Tensor) -> torch.Tensor:

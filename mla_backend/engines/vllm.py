@@ -5,8 +5,8 @@
 
 The flag is `backend_core.engines.vllm_flag`'s. What serves is a subclass of what vLLM chooses by
 itself, so that caches, and steps in which vLLM's kernel is ahead, stay as they are: of its backend
-for dense MLA, of which decodes are taken (`vllm_mla`), and of its layer for DeepSeek-V4's sparse
-MLA (`vllm_sparse`). Whether it serves is decided as the layers are built, and logged.
+for dense MLA, of which decodes are taken (`vllm_mla`), and of its layers for DeepSeek-V4's and
+V4.1's sparse MLA (`vllm_sparse`). Whether it serves is decided as the layers are built, and logged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from backend_core.engines import vllm_flag
+from backend_core.engines import Engine, vllm_flag
 from backend_core.engines.log import chosen
 from backend_core.engines.vllm_flag import (
     BackendClaim,
@@ -35,13 +35,17 @@ from mla_backend.engines.vllm_facts import KERNELS, one_rank_refusal, query_toke
 from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 
 FAMILY = "mla"
-SPARSE = "vllm.models.deepseek_v4.attention"
-FLASHMLA = "vllm.models.deepseek_v4.nvidia.flashmla.DeepseekV4FlashMLAAttention"
+SPARSE = ("vllm.models.deepseek_v4.attention", "vllm.models.deepseek_v41.attention")
+FLASHMLA = tuple(
+    f"vllm.models.deepseek_{model}.nvidia.flashmla.DeepseekV4FlashMLAAttention"
+    for model in ("v4", "v41")
+)
+_V41 = Engine("vllm", "0.33.0", None)  # the first release whose V4.1 was read
 
 
 def register() -> None:
     """Make the flag known and wait for vLLM's DeepSeek-V4; a second call changes nothing."""
-    sparse = LayerClaim("sparse_mla", "DeepSeek-V4 attention", (SPARSE,), _install)
+    sparse = LayerClaim("sparse_mla", "DeepSeek-V4 attention", SPARSE, _install)
     vllm_flag.register_family(FAMILY, [BackendClaim("mla", "MLA", choose), sparse])
 
 
@@ -57,8 +61,11 @@ def adopt(layer: Any, vllm_config: Any) -> None:
         FallbackError: something of this family failed, in strict mode.
     """
     kind = type(layer)
-    if f"{kind.__module__}.{kind.__qualname__}" != FLASHMLA:
+    if (name := f"{kind.__module__}.{kind.__qualname__}") not in FLASHMLA:
         _stays(kind, "the calls that are served are FlashMLA's")
+        return
+    if name == FLASHMLA[1] and not _V41.supports(version := str(_V41.installed())):
+        _stays(kind, f"DeepSeek-V4.1 is served in vllm 0.33.0 and newer, got {version}")
         return
     reason = vllm_flag.broken(FAMILY)
     if reason is None:

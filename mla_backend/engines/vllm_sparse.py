@@ -1,9 +1,10 @@
-"""DeepSeek-V4's attention in vLLM with FlashMLA's calls on this family, where it is ahead.
+"""DeepSeek-V4's and V4.1's attention in vLLM with FlashMLA's calls made here, where it is ahead.
 
-Which rows a token attends to, the caches and the split into decodes and prefills are vLLM's: its
-layer hands FlashMLA queries, caches and index lists, and a layer that was taken over (`adopt`) has
-those two calls made here. The queries of such a layer keep their own number of heads, where
-FlashMLA has them padded to 64, if every call of the layer is made here.
+Which rows a token attends to, the caches and the split into decodes and prefills are vLLM's; so is
+in V4.1 that several layers read the rows of one, and lists of one indexer. Its layer hands FlashMLA
+queries, caches and index lists, and a layer that was taken over (`adopt`) has those two calls made
+here. The queries of such a layer keep their own number of heads, where FlashMLA has them padded to
+64, if every call of the layer is made here.
 
 Where a batch is served follows from its number of query tokens alone. A FULL graph is captured for
 one number of them; in PIECEWISE graphs vLLM runs its attention eagerly.
@@ -12,14 +13,13 @@ one number of them; in PIECEWISE graphs vLLM runs its attention eagerly.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.models.deepseek_v4.nvidia import flashmla
-from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
 from backend_core.engines.vllm_blocks import block_tokens
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, say
@@ -47,6 +47,8 @@ _layer: ContextVar[SparseAttention | None] = ContextVar("layer", default=None)
 def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
     """Take over a layer whose base class vLLM just built; or why it stays vLLM's, as something
     failed."""
+    kind: Any = type(layer)
+    flashmla = sys.modules[kind.__module__]  # of this kind, which calls FlashMLA by these names
     for name in (DECODE, PREFILL):
         if not hasattr(upstream := getattr(flashmla, name), "_kda_dsv4"):
             setattr(flashmla, name, _here_or_there(name, upstream))
@@ -57,7 +59,7 @@ def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
     if layer.padded_heads != served.form.heads:
         _keep_heads(layer, served.form.heads)
     layer.served = served
-    layer.__class__ = SparseAttention
+    layer.__class__ = _served_kind(kind)
     say(*served.describe(layer.n_local_heads))
     return None
 
@@ -68,11 +70,14 @@ def refusal(layer: Any, vllm_config: VllmConfig) -> str | None:
         return "VLLM_BATCH_INVARIANT is set, and the splits of a step change with the batch"
     if vllm_config.parallel_config.use_ubatching:
         return "micro-batches run layers at the same time, and these share one scratch memory"
-    if layer.compress_ratio <= 1:
+    # V4.1's layers, which name the one whose rows they read, have rows of ratio 1 too
+    if layer.compress_ratio <= (0 if hasattr(layer, "compressed_cache_prefix") else 1):
         return "no result compares attention to a window alone with FlashMLA"
-    if layer.head_dim != HEAD_DIM or layer.kv_cache_dtype != "fp8_ds_mla":
+    # V4.1 calls its records of Blackwell so too
+    records = "mxfp8" if getattr(layer, "kv_mxfp8", False) else layer.kv_cache_dtype
+    if layer.head_dim != HEAD_DIM or records != "fp8_ds_mla":
         return (
-            f"rows must be fp8_ds_mla records of {HEAD_DIM} channels, got {layer.kv_cache_dtype}"
+            f"rows must be fp8_ds_mla records of {HEAD_DIM} channels, got {records}"
             f" of {layer.head_dim}"
         )
     if vllm_config.model_config.dtype != torch.bfloat16:
@@ -93,7 +98,7 @@ def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
     if unlimited(leads):
         heads = next((n for n in _PADDED if n >= layer.n_local_heads), heads)
     ratio = layer.compress_ratio
-    if ratio == 4:
+    if ratio <= 4:  # the indexer's choice
         topk = vllm_config.model_config.hf_config.index_topk
     else:  # all compressed tokens of a request
         topk = -(-vllm_config.model_config.max_model_len // ratio)
@@ -135,9 +140,10 @@ def _keep_heads(layer: Any, heads: int) -> None:
     layer.padded_heads = heads
 
 
-class SparseAttention(DeepseekV4FlashMLAAttention):  # type: ignore[misc]
-    """vLLM's layer, whose calls of FlashMLA are made here; built by vLLM, see `adopt`."""
+class SparseAttention:
+    """Mixin for vLLM's layers, the other base: their calls of FlashMLA are made here (`adopt`)."""
 
+    prefix: str
     served: SparseLayer
 
     def forward_mqa(
@@ -145,9 +151,14 @@ class SparseAttention(DeepseekV4FlashMLAAttention):  # type: ignore[misc]
     ) -> None:
         token = _layer.set(self)
         try:
-            super().forward_mqa(q, kv, positions, output)
+            super().forward_mqa(q, kv, positions, output)  # type: ignore[misc]
         finally:
             _layer.reset(token)
+
+
+@functools.cache
+def _served_kind(upstream: Any) -> Any:
+    return type("SparseAttention", (SparseAttention, upstream), {})
 
 
 def _here_or_there(name: str, upstream: Callable[..., Any]) -> Callable[..., Any]:

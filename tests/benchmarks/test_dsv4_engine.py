@@ -28,6 +28,7 @@ def side(name: str) -> dict[str, Any]:
     }
     result = {
         "side": name,
+        "model": "v4",
         "heads": 64,
         "gpu": "NVIDIA H200",
         "release": "0.33.0",
@@ -95,7 +96,7 @@ PROBLEMS = {
     "token": "upstream and flag, or parted at a gap up to 0.500 (what padded batches move in",
     "records": "PIECEWISE graph beside eager, mixed batches, from the beginning, 1 sizes: 2 of 3",
     "size": "no step was seen with graphs of [2] tokens",
-    "planted": "a decode plan for prefills must be seen as an error",
+    "planted": "a wrong plan for prefills must be seen as an error",
     "cache": "flag: no prompt was continued from the prefix cache",
     "weights": "upstream: tokens hardly depend on compressed rows",
     "compressor": "flag-eager: compressors must be FusedCompressor, got ['DeepseekCompressor']",
@@ -177,3 +178,27 @@ def test_rows_of_other_numbers_of_heads_stay(tmp_path: Path) -> None:
         kept = json.loads(out.read_text())["rows"]
         modes = {row["mode"].split("; ")[1].split(",")[0] for row in kept}
         assert modes == ({"8 heads", "bf16 weights"} if heads == 8 else {"8 heads", "64 heads"})
+
+
+def test_rows_of_v41_leave_those_of_v4(tmp_path: Path) -> None:
+    out, rows = tmp_path / "result.json", []
+    for model in ("v4", "v41", "v4"):
+        sides = run()
+        for name, one in sides.items():
+            one["model"] = model
+            if model == "v41" and name.startswith("flag"):
+                one["compressors"] = ["LowRatioCompressor"]
+        verdict = judge(sides)
+        assert verdict.problems == []
+        write(out, "NVIDIA H200", verdict.rows)
+        rows.append(json.loads(out.read_text())["rows"])
+    named = ["; DeepSeek-V4.1, 64 heads," in row["mode"] for row in rows[2]]
+    assert len(rows[2]) == len(rows[1]) and 0 < sum(named) < len(named)
+
+
+def test_what_a_process_found_until_it_failed_is_compared() -> None:
+    sides = run()
+    for part in ("tokens_from_cache", "other_weights"):
+        del sides["flag"][part]
+    problems = judge(sides).problems
+    assert len(problems) == 1 and "no tokens_from_cache of both sides" in problems[0]

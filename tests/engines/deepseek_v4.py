@@ -1,4 +1,4 @@
-"""The configuration of a small DeepSeek-V4, for engines that need no weights."""
+"""The configurations of a small DeepSeek-V4 and V4.1, for engines that need no weights."""
 
 from __future__ import annotations
 
@@ -62,8 +62,23 @@ MODEL = {
 }
 
 
+V41 = {
+    "num_hidden_layers": 5,
+    "compress_ratios": [0, 2, 2, 1, 1],
+    "kv_source_layer_ids": [1, 3],
+    "index_source_layer_ids": [1, 2, 3],
+    "rms_norm_eps": 1e-20,
+}
+"""Fields of V4.1's language model that V4 lacks or has otherwise."""
+
+
 @functools.cache
-def model_directory() -> str:
+def model_directory(version: str = "v4") -> str:
+    config = MODEL
+    if version == "v41":
+        text = {k: v for k, v in MODEL.items() if k not in ("architectures", "quantization_config")}
+        config = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
+        config |= {"torch_dtype": "bfloat16", "text_config": text | V41, "vision_config": {}}
     directory = tempfile.mkdtemp()
-    (Path(directory) / "config.json").write_text(json.dumps(MODEL))
+    (Path(directory) / "config.json").write_text(json.dumps(config))
     return directory

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-import tempfile
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +44,7 @@ from dsv4_backend.low_ratio.torch import step as definition
 from dsv4_backend.testing import low_ratio as kit
 from dsv4_backend.testing.engine import Chunk
 from dsv4_backend.testing.oracle import within_one_code
-from tests.engines.deepseek_v4 import MODEL
+from tests.engines.deepseek_v4 import model_directory
 from tests.engines.vllm_process import common_metadata
 
 entry.vllm.dsv4()
@@ -56,23 +53,10 @@ STEPS = (*kit.LONG_CHUNKS, ((1, 31, 32), (0, 43, 44), (2, 27, 28)), ((2, 28, 32)
 
 
 @functools.cache
-def model_directory() -> str:
-    text = {k: v for k, v in MODEL.items() if k not in ("architectures", "quantization_config")}
-    text |= {"model_type": "deepseek_v41_text", "compress_ratios": [0, 2, 2, 1]}
-    text |= {"kv_source_layer_ids": [1, 3], "index_source_layer_ids": [1, 2, 3]}
-    text |= {"rms_norm_eps": 1e-20}
-    config = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
-    config |= {"torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
-    directory = Path(tempfile.mkdtemp())
-    (directory / "config.json").write_text(json.dumps(config))
-    return str(directory)
-
-
-@functools.cache
 def engine_config(flag: bool = True, **changes: Any) -> Any:
     given = {"kv_cache_dtype": "fp8", **changes}
     return EngineArgs(
-        model=model_directory(),
+        model=model_directory("v41"),
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=1024,
@@ -374,6 +358,52 @@ def test_rejected_drafts_are_written_over(monkeypatch: pytest.MonkeyPatch) -> No
         definition(engine.call(step.weights, right[n][:length]), engine.plan([(n, 0, length)], 0))
     for got, wanted in zip(step.caches.caches, engine.caches, strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_the_gpu_script_sees_a_wrong_graph(monkeypatch: pytest.MonkeyPatch, ratio: int) -> None:
+    """`benchmarks.engines.dsv4_vllm_watch`, with a step in the place of a graph's replay."""
+    from benchmarks.engines.dsv4_vllm_watch import Watch
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(LowRatioCompressor, "forward", LowRatioCompressor.forward)
+    watch, config = Watch("v41"), engine_config()
+    step = Served(build(monkeypatch, config, ratio), "fp8_ds_mla", "indexer_fp8", config)
+    wk = step.layer.indexer.wk  # as on a GPU; vLLM's linear layers of a CPU want to be packed
+    wk.forward = lambda x: (torch.nn.functional.linear(x, wk.weight), None)
+    state = types.SimpleNamespace(prepare_attn=None)
+    runner = types.SimpleNamespace(execute_model=None, model_state=state)
+    watch.attach(runner, config)
+    histories = [kit.make_history(step.caches.spec, 48, seed) for seed in range(3)]
+    step.run(histories, ((0, 0, 7), (1, 0, 3)))
+    for planted in (False, True):
+        watch.before = watch.copy()
+        chunks = ((0, 7, 25), (1, 3, 4))
+        metadata = step.run(histories, chunks)
+        watch.inputs["PIECEWISE", 21] = watch.inputs["NONE", 0]
+        batch = types.SimpleNamespace(
+            is_prefilling_np=torch.tensor([True, False]).numpy(),
+            num_computed_tokens_np=torch.tensor([7, 3]).numpy(),
+            num_draft_tokens=0,
+        )
+        runner.execute_model_state = types.SimpleNamespace(
+            input_batch=batch, attn_metadata=metadata
+        )
+        mode = types.SimpleNamespace(name="PIECEWISE")
+        watch.descriptor = types.SimpleNamespace(cg_mode=mode, num_tokens=21)
+        if planted:
+            step.caches.caches[1][0, 5] += 1
+        watch.compare()
+    watch.detach()
+    seen = watch.report()
+    (found,) = seen["steps"]
+    assert (found["kind"], found["later"], found["equal"], found["of"]) == ("mixed", True, 1, 2)
+    assert len(seen["failures"]) == 1 and "indexer.k_cache in 1 pages" in seen["failures"][0]
+    assert seen["planted_errors_seen"] == {"mixed": True}
+    assert seen["records_written"] == 2 * 2 * (19 if ratio == 1 else 10)
+    assert 0 < seen["bytes_unlike_upstream"] < seen["bytes_written"] / 4
+    assert sum(seen["kinds_of_bytes"].values()) <= seen["bytes_unlike_upstream"]
 
 
 def test_the_profile_run_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

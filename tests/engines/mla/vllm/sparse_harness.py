@@ -1,30 +1,38 @@
-"""vLLM's own objects around one DeepSeek-V4 attention layer, on the CPU.
+"""vLLM's own objects around one attention layer of DeepSeek-V4 or V4.1, on the CPU.
 
-Layer, metadata builders and index lists are vLLM's. Not vLLM's are the indexer's choice, which is
-drawn, FlashMLA itself, of which no build runs here, and the writer of the caches' records: of
-vLLM's, which the interpreter runs row by row, one test shows that it writes the same bytes.
+Layer, metadata builders and index lists are vLLM's. V4.1's layer reads the rows of another one,
+which is built before it. Not vLLM's are the indexer's choice, which is drawn, FlashMLA itself, of
+which no build runs here, and the writer of the caches' records: of vLLM's, which the interpreter
+runs row by row, one test shows that it writes the same bytes.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 
+from backend_core.engines import Engine
 from backend_core.engines.vllm_flag import flag_name
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.testing.sparse_mla_cases import write_records
 from tests.engines.deepseek_v4 import model_directory
 from tests.engines.vllm_process import common_metadata
 
-WINDOW, TOPK, BLOCK, PAGES = 128, 64, 256, 24
+WINDOW, TOPK, PAGES = 128, 64, 24
 MAX_LENGTH, MAX_TOKENS = 1024, 2048
-SWA_PAGE = 64
+SIZES = {"v4": (256, 64), "v41": (64, 32)}
+"""By model, tokens of a block and of a window's page, as vLLM chooses them on Hopper."""
+HAS_V41 = Engine("vllm", "0.33.0", None).supports(vllm.__version__)
+LAYERS = {"v4": {1: (0,), 4: (1,), 128: (2,)}, "v41": {0: (0,), 2: (1, 2), 1: (3, 4)}}
+"""By model and ratio, the layers that are built: the last is the one that runs."""
 
 
 class FlashMla:
@@ -39,28 +47,39 @@ class FlashMla:
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> FlashMla:
-    """What a layer and its metadata ask of a GPU; returns what stands for FlashMLA."""
-    from vllm.models.deepseek_v4.nvidia import flashmla
+    """What a layer and its metadata ask of a Hopper GPU; returns what stands for FlashMLA."""
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.mla import sparse_swa
     from vllm.v1.worker import workspace
 
+    modules = [flashmla_of(version) for version in SIZES if version == "v4" or HAS_V41]
     kernel = FlashMla()
     monkeypatch.setattr(torch.cuda, "Event", lambda *args, **options: None)
+    is_hopper = classmethod(lambda cls, family, *_: family == 90)
+    monkeypatch.setattr(type(current_platform), "is_device_capability_family", is_hopper)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    monkeypatch.setattr(flashmla, "compute_fp8_einsum_recipe", lambda: ((1, 128, 128), False))
     monkeypatch.setattr(sparse_swa, "get_mla_metadata", lambda: (sparse_swa.FlashMLASchedMeta(),))
-    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
-        monkeypatch.setattr(flashmla, name, kernel)
+    for flashmla in modules:
+        monkeypatch.setattr(flashmla, "compute_fp8_einsum_recipe", lambda *_: (None, False))
+        for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+            monkeypatch.setattr(flashmla, name, kernel)
     workspace.reset_workspace_manager()
     workspace.init_workspace_manager(torch.device("cpu"))
     return kernel
 
 
-def engine_config(heads: int, *, flag: bool = True, drafts: int = 0, **options: Any) -> Any:
+def flashmla_of(version: str) -> Any:
+    """vLLM's module of the layers that call FlashMLA."""
+    return importlib.import_module(f"vllm.models.deepseek_{version}.nvidia.flashmla")
+
+
+def engine_config(
+    heads: int, version: str = "v4", *, flag: bool = True, drafts: int = 0, **options: Any
+) -> Any:
     """The configuration that vLLM makes of its arguments, for weights in bf16."""
     speculative = {"method": "mtp", "num_speculative_tokens": drafts}
     config = EngineArgs(
-        model=model_directory(),
+        model=model_directory(version),
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=MAX_LENGTH,
@@ -79,8 +98,7 @@ def engine_config(heads: int, *, flag: bool = True, drafts: int = 0, **options: 
 
 def build_layer(config: Any, ratio: int) -> Any:
     """The attention layer of the model that has this ratio, with random sinks."""
-    from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
-
+    version = version_of(config)
     config.compilation_config.static_forward_context.clear()
     chosen = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32)
     # on a GPU vLLM chooses the size of blocks once the model is built
@@ -88,20 +106,23 @@ def build_layer(config: Any, ratio: int) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with set_current_vllm_config(config):
-            layer = DeepseekV4FlashMLAAttention(
-                config,
-                f"model.layers.{ {1: 0, 4: 1, 128: 2}[ratio] }.self_attn",
-                topk_indices_buffer=chosen,
-            )
+            for number in LAYERS[version][ratio]:
+                layer = flashmla_of(version).DeepseekV4FlashMLAAttention(
+                    config, f"model.layers.{number}.self_attn", topk_indices_buffer=chosen
+                )
     finally:
         torch.set_default_dtype(torch.float32)
-        config.cache_config.block_size = BLOCK
+        config.cache_config.block_size = SIZES[version][0]
     assert layer.compress_ratio == ratio
     generator = torch.Generator().manual_seed(ratio)
     layer.attn_sink.data[: layer.n_local_heads] = 2 * torch.randn(
         layer.n_local_heads, generator=generator
     )
     return layer
+
+
+def version_of(config: Any) -> str:
+    return "v41" if config.model_config.hf_config.model_type == "deepseek_v41" else "v4"
 
 
 class Batches:
@@ -111,20 +132,28 @@ class Batches:
     addresses from batch to batch.
 
     Attributes:
+        owner: the layer whose cache has the compressed rows: itself, or in V4.1 another one.
         insert: writes rows ``[n, 512]`` to slots of a cache, called as vLLM's operator is.
     """
 
     def __init__(self, config: Any, layer: Any, requests: int = 8) -> None:
         self.config, self.layer = config, layer
         self.insert = insert_records
-        ratio = layer.compress_ratio
-        self.swa_cache = _pages(PAGES * 4, SWA_PAGE)
-        self.cache = _pages(PAGES, max(1, BLOCK // ratio))
+        ratio, version = layer.compress_ratio, version_of(config)
+        block, self.swa_page = SIZES[version]
+        self.has_rows = ratio > (1 if version == "v4" else 0)
+        self.swa_cache = _pages(PAGES * 4, self.swa_page)
+        self.cache = _pages(PAGES, max(1, block // max(1, ratio)))
         layer.swa_cache_layer.kv_cache = self.swa_cache
-        if ratio > 1:
-            layer.kv_cache = self.cache
-        self.swa_table = torch.zeros(requests, MAX_LENGTH // SWA_PAGE, dtype=torch.int32)
-        self.table = torch.zeros(requests, MAX_LENGTH // BLOCK, dtype=torch.int32)
+        self.owner = owner = layer
+        if self.has_rows and version == "v41":
+            context = config.compilation_config.static_forward_context
+            self.owner = owner = context[layer.compressed_cache_prefix]
+            assert owner is not layer
+        if self.has_rows:
+            owner.kv_cache = self.cache
+        self.swa_table = torch.zeros(requests, MAX_LENGTH // self.swa_page, dtype=torch.int32)
+        self.table = torch.zeros(requests, MAX_LENGTH // block, dtype=torch.int32)
         self.seq_lens = torch.zeros(requests, dtype=torch.int32)
         self.bounds = torch.zeros(requests + 1, dtype=torch.int32)
         self.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)
@@ -133,7 +162,7 @@ class Batches:
         self.out = torch.zeros_like(self.q)
         self.builders = {
             layer.swa_cache_layer.prefix: self._builder(layer.swa_cache_layer),
-            **({layer.prefix: self._builder(layer)} if ratio > 1 else {}),
+            **({owner.prefix: self._builder(owner)} if self.has_rows else {}),
         }
 
     def _builder(self, owner: Any) -> Any:
@@ -172,7 +201,7 @@ class Batches:
 
         for request, (_, end) in enumerate(chunks):
             store(self.swa_cache, self.swa_table[request], end, swa_free)
-            if ratio > 1:
+            if self.has_rows:
                 store(self.cache, self.table[request], end // ratio, free)
         counts = torch.tensor([end - begin for begin, end in chunks])
         tokens = int(counts.sum())
@@ -186,15 +215,16 @@ class Batches:
         self.slots.fill_(-1)
         owner = torch.arange(len(chunks)).repeat_interleave(counts)
         self.slots[:tokens] = (
-            self.swa_table[owner, where // SWA_PAGE].long() * SWA_PAGE + where % SWA_PAGE
+            self.swa_table[owner, where // self.swa_page].long() * self.swa_page
+            + where % self.swa_page
         )
         live = self.layer.n_local_heads
         drawn = torch.randn(tokens, live, 512, generator=generator)
         self.q.zero_()[:tokens, :live] = 4 * drawn.bfloat16()
         chosen = self.layer.topk_indices_buffer.fill_(-1)
         for token, position in enumerate(where.tolist()):
-            there = min((position + 1) // ratio, TOPK)
-            order = torch.randperm(max((position + 1) // ratio, 1), generator=generator)
+            there = min((position + 1) // max(ratio, 1), TOPK)
+            order = torch.randperm(max((position + 1) // max(ratio, 1), 1), generator=generator)
             chosen[token, :there] = order[:there].int()
         self.chunks = list(chunks)
         return tokens
@@ -241,23 +271,23 @@ class Batches:
     def expected(self) -> torch.Tensor:
         """The batch's attention in float64 from the caches' bytes, live heads alone."""
         layer, live = self.layer, self.layer.n_local_heads
-        ratio = layer.compress_ratio
+        ratio, size = layer.compress_ratio, self.swa_page
         window = reference.read_records(self.swa_cache).flatten(0, 1)
         compressed = reference.read_records(self.cache).flatten(0, 1)
         wanted, token = [], 0
         for request, (begin, end) in enumerate(self.chunks):
             for position in range(begin, end):
                 at = torch.arange(max(0, position + 1 - WINDOW), position + 1)
-                slots = self.swa_table[request, at // SWA_PAGE].long() * SWA_PAGE + at % SWA_PAGE
+                slots = self.swa_table[request, at // size].long() * size + at % size
                 rows = [window[slots]]
-                if ratio > 1:
+                if self.has_rows:
                     at = torch.arange((position + 1) // ratio)
-                    if ratio == 4:
+                    if ratio <= 4:
                         chosen = layer.topk_indices_buffer[token]
                         at = chosen[chosen >= 0].long()
-                    size = self.cache.shape[1]
+                    page = self.cache.shape[1]
                     rows.append(
-                        compressed[self.table[request, at // size].long() * size + at % size]
+                        compressed[self.table[request, at // page].long() * page + at % page]
                     )
                 k = torch.cat(rows)
                 q = self.q[token, :live].double()

@@ -1,4 +1,5 @@
-"""DeepSeek-V4's attention through vLLM's layer: results, who serves what, graphs, refusals."""
+"""DeepSeek-V4's and V4.1's attention through vLLM's layer: results, who serves what, graphs,
+refusals."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.engines import entry
+from backend_core.engines import Engine, entry
 from backend_core.operator import Lead
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
@@ -17,10 +18,13 @@ from mla_backend.engines import flash_mla_calls, sparse_layer
 from mla_backend.engines import vllm as adapter
 from mla_backend.engines.sparse_layer import sparse_leads
 from tests.engines.mla.vllm.sparse_harness import (
+    HAS_V41,
     Batches,
     FlashMla,
     build_layer,
     engine_config,
+    flashmla_of,
+    version_of,
     without_a_gpu,
 )
 
@@ -32,6 +36,8 @@ TARGETS = {
 DECODES = [(200, 201), (0, 1), (131, 132)]
 MIXED = [*DECODES, (0, 3), (124, 134)]  # decodes, a short prompt, a later piece of another
 DRAFTED = [(200, 203), (0, 3), (126, 129)]
+
+RATIOS = [("v4", 4), ("v4", 128), ("v41", 1), ("v41", 2)]
 
 Serve = Callable[..., Batches]
 
@@ -50,6 +56,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, kernel: FlashMla) -> Iterator[Serve]:
     from mla_backend.engines import vllm_sparse
 
     def made(target: str, heads: int, ratio: int, **options: Any) -> Batches:
+        if options.get("version") == "v41" and not HAS_V41:
+            pytest.skip("DeepSeek-V4.1 is served from 0.33.0 on")
         config = engine_config(heads, **options)
         monkeypatch.setattr(vllm_sparse, "detect_target", lambda device: TARGETS[target])
         monkeypatch.setattr(vllm_sparse, "sparse_leads", on_h200)
@@ -91,12 +99,15 @@ def _all_bytes(cache: torch.Tensor) -> torch.Tensor:
     return cache.as_strided((cache.shape[0], cache.stride(0)), (cache.stride(0), 1)).clone()
 
 
-@pytest.mark.parametrize(("heads", "ratio"), [(8, 4), (20, 128), (32, 4)])
+@pytest.mark.parametrize(
+    ("heads", "version", "ratio"),
+    [(8, "v4", 4), (20, "v4", 128), (32, "v4", 4), (8, "v41", 1), (20, "v41", 2)],
+)
 def test_decodes_and_prefills_beside_each_other(
-    serve: Serve, kernel: FlashMla, heads: int, ratio: int
+    serve: Serve, kernel: FlashMla, heads: int, version: str, ratio: int
 ) -> None:
     """Lengths around the window, with no compressed row at all, and with heads of the padding."""
-    batches = serve("torch", heads, ratio)
+    batches = serve("torch", heads, ratio, version=version)
     layer = batches.layer
     assert type(layer).__name__ == "SparseAttention"
     assert layer.padded_heads == max(8, 1 << (heads - 1).bit_length())
@@ -106,15 +117,36 @@ def test_decodes_and_prefills_beside_each_other(
     assert not kernel.calls
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
-def test_kernels_are_made_for_the_pages_that_vllm_will_choose(serve: Serve, ratio: int) -> None:
-    batches = serve("torch", 8, ratio)
+@pytest.mark.parametrize(("version", "ratio"), RATIOS)
+def test_kernels_are_made_for_the_pages_that_vllm_will_choose(
+    serve: Serve, version: str, ratio: int
+) -> None:
+    batches = serve("torch", 8, ratio, version=version)
     served = batches.layer.served
     sizes = batches.swa_cache.shape[1], batches.cache.shape[1]
     assert (served.form.page_size, served.form.extra_page_size) == sizes
     selections = dict(served._selections)
     check(batches, batches.run(MIXED))
     assert served._selections == selections
+
+
+def test_both_families_decide_on_a_layer_of_v41(serve: Serve) -> None:
+    owner = serve("torch", 8, 1, version="v41").owner
+    assert type(owner).__name__ == "SparseAttention"
+    assert type(owner.compressor).__name__ == "LowRatioCompressor"
+
+
+def test_v41_of_an_earlier_release_stays_vllms(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    monkeypatch.setattr(Engine, "installed", lambda self: "0.32.1")
+    batches = serve("torch", 8, 1, version="v41")
+    assert type(batches.layer).__name__ == "DeepseekV4FlashMLAAttention"
+    line = (
+        "kda-dsv4-backend: DeepSeek-V4 attention stays DeepseekV4FlashMLAAttention's:"
+        " DeepSeek-V4.1 is served in vllm 0.33.0 and newer, got 0.32.1"
+    )
+    assert line in log_lines
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
@@ -127,9 +159,11 @@ def test_drafts_have_lists_of_their_own(serve: Serve, kernel: FlashMla, ratio: i
     assert not kernel.calls
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
-def test_through_the_triton_kernels(serve: Serve, kernel: FlashMla, ratio: int) -> None:
-    batches = serve("triton", 8, ratio)
+@pytest.mark.parametrize(("version", "ratio"), RATIOS)
+def test_through_the_triton_kernels(
+    serve: Serve, kernel: FlashMla, version: str, ratio: int
+) -> None:
+    batches = serve("triton", 8, ratio, version=version)
     check(batches, batches.run([(131, 132), (0, 1), (127, 129)]))
     assert not kernel.calls
 
@@ -166,8 +200,7 @@ class Graph:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, batches: Batches, size: int) -> None:
-        from vllm.models.deepseek_v4.nvidia import flashmla
-
+        flashmla = flashmla_of(version_of(batches.config))
         self.batches, self.size = batches, size
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         batches.write([(0, 1)] * min(size, 4), seed=99)
@@ -200,11 +233,11 @@ class Graph:
         assert (self.out[used:] == 0).all()  # what a graph is padded with sees nothing
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize(("version", "ratio"), RATIOS)
 def test_a_graph_serves_other_batches_of_its_size(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, ratio: int
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, version: str, ratio: int
 ) -> None:
-    graph = Graph(monkeypatch, serve("torch", 8, ratio), 4)
+    graph = Graph(monkeypatch, serve("torch", 8, ratio, version=version), 4)
     assert graph.calls[-1][0].__name__ == "sparse_mla"
     graph.replay([(200, 201), (0, 1), (131, 132)], seed=1)
     graph.replay([(2, 3), (150, 151), (3, 4), (127, 128)], seed=2)
@@ -247,10 +280,11 @@ def _scratch_of(batches: Batches) -> tuple[Any, int]:
     return scratch, scratch.reserve(1, 1, 1)[0].data_ptr()
 
 
+@pytest.mark.parametrize(("version", "ratio"), [("v4", 1), ("v41", 0)])
 def test_a_window_alone_stays_flashmlas(
-    serve: Serve, kernel: FlashMla, log_lines: list[str]
+    serve: Serve, kernel: FlashMla, log_lines: list[str], version: str, ratio: int
 ) -> None:
-    batches = serve("torch", 8, 1)
+    batches = serve("torch", 8, ratio, version=version)
     assert type(batches.layer).__name__ == "DeepseekV4FlashMLAAttention"
     assert batches.layer.padded_heads == 64
     assert log_lines[-1] == (
@@ -294,6 +328,11 @@ def layer_of(**changes: Any) -> Any:
         (
             {"kv_cache_dtype": "bfloat16"},
             "rows must be fp8_ds_mla records of 512 channels, got bfloat16 of 512",
+        ),
+        (
+            {"compressed_cache_prefix": "model.layers.1.attn", "compress_ratio": 1}
+            | {"kv_mxfp8": True},
+            "rows must be fp8_ds_mla records of 512 channels, got mxfp8 of 512",
         ),
         (
             {"n_local_heads": 128},
