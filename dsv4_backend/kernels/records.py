@@ -133,7 +133,7 @@ def round_e2m1(b_y):
     # where one unit of the last place is the step between codes
     b_big = tl.where(b_a < 2.0, 1.5 * 2.0**22, tl.where(b_a < 4.0, 1.5 * 2.0**23, 1.5 * 2.0**24))
     b_a = (b_a + b_big) - b_big
-    return tl.where(b_y < 0.0, -b_a, b_a)
+    return b_a * tl.where(b_y < 0.0, -1.0, 1.0)
 
 
 @triton.jit

@@ -307,6 +307,7 @@ def compare(ours: Served, theirs: Served) -> None:
             written = (got[0] != 0).any(1)
             assert torch.equal(written, (want[0] != 0).any(1)) and written.any()
             assert share(*(x[written] for x in values)) <= kit.ALLOWED
+            assert share(got[0][written], want[0][written]) <= kit.ALLOWED  # signs of zeros too
 
 
 def on_kernels(monkeypatch: pytest.MonkeyPatch, gpu: str | None) -> None:
