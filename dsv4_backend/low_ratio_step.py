@@ -157,15 +157,15 @@ class LowRatioStep:
         nothing.__dict__.update(packed=self.packed, num_tokens=0, num_latents=0)
         return nothing
 
-    def _state_rows(self, ring_rows: int) -> list[int]:
-        """The state row of each token, < 0 of padding; none of ratio 1."""
+    def state_rows(self, ring_rows: int) -> torch.Tensor:
+        """The state row of each token, < 0 of padding, [T] int64; empty of ratio 1."""
         if self.state_slots is None:
-            return []
+            return self.positions.new_empty(0)
         rows = self.state_slots.long()
         if self.requests is not None:
             found = self.requests.long() * ring_rows + self.positions % ring_rows
             rows = torch.where(rows > 0, found, -1)
-        return rows.tolist()
+        return rows
 
     def group_ends(self, ring_rows: int) -> Iterator[GroupEnd]:
         """The tokens that end a group, read on the host.
@@ -174,7 +174,7 @@ class LowRatioStep:
             ring_rows: rows of a ring of the state.
         """
         slots = list(zip(self.slots.tolist(), self.index_slots.tolist(), strict=True))
-        states = self._state_rows(ring_rows)
+        states = self.state_rows(ring_rows).tolist()
         for token, position in enumerate(self.positions.tolist()):
             if not states:
                 yield GroupEnd(token, position, -1, slots[token])
@@ -187,7 +187,7 @@ class LowRatioStep:
 
     def state_writes(self, ring_rows: int) -> Iterator[tuple[int, int]]:
         """(token, state row) of each row that the step writes and no later token writes over."""
-        states = self._state_rows(ring_rows)
+        states = self.state_rows(ring_rows).tolist()
         for token, row in enumerate(states):
             if row >= 0 and row not in states[token + ring_rows : token + ring_rows + 1]:
                 yield token, row
