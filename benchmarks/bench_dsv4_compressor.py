@@ -6,7 +6,8 @@
 Parts: ``main`` (C4 and C128), ``indexer``, ``both`` (a C4 layer's two compressors, one call after
 the other), on tensors as vLLM lays them out (fp32 projections, a paged fp32 state, a block table)
 and as sglang does (``layout`` ``ring``, where the indexer rotates). ``--only low_ratio`` measures
-DeepSeek-V4.1's compressors instead (`benchmarks.dsv4_low_ratio`), into a file of their own.
+DeepSeek-V4.1's compressors instead (`benchmarks.dsv4_low_ratio`), into a file of their own, and
+``--only low_ratio_sglang`` those beside sglang.
 
 ``vllm`` is vLLM 0.33's step in Triton, ``vllm_cutedsl`` its step as it runs on CUDA, and
 ``sglang_jit`` sglang 0.5.23's. Every implementation writes into poison, and its records and state
@@ -73,6 +74,11 @@ class Peers:
     refused: dict[str | tuple[str, str | int], str] = field(default_factory=dict)
     queries: Callable[..., Any] | None = None
     low_ratio: Any = None
+    sglang_low_ratio: Any = None
+
+    @property
+    def has_sglang(self) -> bool:
+        return "sglang_jit" in self.make or self.sglang_low_ratio is not None
 
     def reason(self, name: str, kind: str, task: int) -> str | None:
         refused = self.refused
@@ -95,9 +101,17 @@ def tokens_of(phase: str, n: int, ratio: int, ends: str) -> tuple[torch.Tensor, 
     return positions, torch.arange(n, device=device)
 
 
-def load_peers(vllm: Path | None, sglang: Path | None) -> Peers:
+def load_peers(vllm: Path | None, sglang: Path | None, only: str | None = None) -> Peers:
     """The peers, from their sources; whatever is missing becomes the reason."""
     found = Peers()
+    if only == "low_ratio_sglang":
+        try:
+            if sglang is None:
+                raise ImportError("--sglang-source was not given")
+            found.sglang_low_ratio = dsv4_sglang.load_low_ratio(sglang.resolve())
+        except Exception as error:
+            found.refused["sglang_low_ratio"] = described(error)
+        return found
     try:
         if vllm is None:
             raise ImportError("--vllm-source was not given")
@@ -277,7 +291,7 @@ def cases() -> list[Case]:
 def tasks(only: str | None = None) -> list[Callable[[Peers, float, int], dict[str, Any]]]:
     """The measurements, each from (peers, bandwidth, its number)."""
     if only is not None:
-        return dsv4_low_ratio.tasks()
+        return dsv4_low_ratio.tasks("sglang" if only == "low_ratio_sglang" else "vllm")
     found: list[Callable[[Peers, float, int], dict[str, Any]]] = []
     for layout in PEERS:
         for case in cases():
@@ -291,14 +305,14 @@ def tasks(only: str | None = None) -> list[Callable[[Peers, float, int], dict[st
 def work(args: argparse.Namespace) -> None:
     """Measure from task ``args.start`` on and tell every row; a crash ends this process alone."""
     faulthandler.enable()
-    peers = load_peers(args.vllm_source, args.sglang_source)
+    peers = load_peers(args.vllm_source, args.sglang_source, args.only)
     for task, name, reason in json.loads(args.skip):
         peers.refused[(name, task) if task is not None else name] = reason
     bandwidth = copy_bandwidth_gbs()
     result: dict[str, object] = environment() | {
         "vllm": dsv4_vllm.RELEASE if "vllm" in peers.make else None,
         "cutedsl": installed_version("nvidia-cutlass-dsl"),
-        "sglang": dsv4_sglang.RELEASE if "sglang_jit" in peers.make else None,
+        "sglang": dsv4_sglang.RELEASE if peers.has_sglang else None,
         "copy_gbs": bandwidth,
         "empty_launch_ms": empty_launch_ms(),
     }
@@ -351,7 +365,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--vllm-source", type=Path, help="vLLM 0.33.0's site-packages, or a copy")
     parser.add_argument("--sglang-source", type=Path, help="sglang 0.5.23's, with its headers")
-    parser.add_argument("--only", choices=("low_ratio",), help="DeepSeek-V4.1's compressors")
+    only = ("low_ratio", "low_ratio_sglang")
+    parser.add_argument("--only", choices=only, help="DeepSeek-V4.1's, beside vLLM's or sglang's")
     parser.add_argument("--start", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="[]", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,9 +1,12 @@
-"""DeepSeek-V4.1's compressors beside vLLM's launches: bytes first, then GPU and call time.
+"""DeepSeek-V4.1's compressors beside the engines' launches: bytes first, then GPU and call time.
 
 A step is one call here. vLLM's is four: rings and latents, main records, the product with wk, and
 the indexer's keys. ``vllm`` runs them on one stream, ``vllm_two_streams`` as vLLM schedules them on
 CUDA, with the main records beside the product and the keys. Both run in Triton and cuBLAS on every
 GPU, but for fp4, whose conversion is an instruction of sm_100.
+
+``sglang`` is what sglang launches on Hopper: its own step without the projections, functions of
+torch among it (`benchmarks.peers.dsv4_sglang`).
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ import torch
 from backend_core.operator import forced
 from backend_core.target import detect_target
 from backend_core.testing.timing import call_time_ms, graph_time_ms, host_time_ms
+from benchmarks.peers.dsv4_sglang import low_ratio_step
 from dsv4_backend import RecordSpec, reference
 from dsv4_backend.family import FAMILY
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.low_ratio_step import low_ratio_selection
+from dsv4_backend.testing import low_ratio as kit
 from dsv4_backend.testing.engine import POISON, default_device
 from dsv4_backend.testing.steps import TimedLowRatio, make_low_ratio
 
@@ -34,6 +39,8 @@ FORMATS = (
     ("nvfp4_rows", "indexer_mxfp4"),
 )
 """What vLLM keeps on Hopper; Blackwell's main records with keys of fp8; and fp4 for both."""
+SGLANG = kit.SGLANG[:2]
+SGLANG_SIZES = {"decode": (1, 2, 8, 32, 64), "prefill": (512, 2048, 8192)}
 FEW = {"decode": (1, 64, 512), "prefill": (8192,)}
 """The sizes at which all formats are measured."""
 
@@ -50,8 +57,13 @@ class Written:
     state: torch.Tensor | None
 
 
-def cases() -> list[Case]:
+def cases(engine: str = "vllm") -> list[Case]:
     found: list[Case] = []
+    if engine == "sglang":
+        for ratio in (2, 1):
+            for phase, sizes in SGLANG_SIZES.items():
+                found += [(phase, ratio, n, SGLANG) for n in sizes]
+        return found
     for formats in FORMATS:
         for ratio in (2, 1):
             for phase, sizes in (("decode", DECODE), ("drafts", DRAFTS), ("prefill", PREFILL)):
@@ -65,16 +77,16 @@ def make(case: Case) -> TimedLowRatio:
     """n requests of 4k to 8k tokens with one token each at the end of a group, or with four, whose
     first may end one; or one request of n tokens."""
     phase, ratio, n, formats = case
-    device = default_device()
+    device, rounding = default_device(), "sglang_v41" if formats == SGLANG else "vllm"
     if phase == "prefill":
         positions = torch.arange(n, device=device)
-        return make_low_ratio(ratio, positions, torch.zeros_like(positions), *formats)
+        return make_low_ratio(ratio, positions, torch.zeros_like(positions), *formats, rounding)
     generator = torch.Generator(device).manual_seed(5)
     starts = torch.randint(2048, 4096, (n,), generator=generator, device=device) * 2 + 1
     tokens = torch.arange(4 if phase == "drafts" else 1, device=device)
     positions = (starts[:, None] + tokens).flatten()
     requests = torch.arange(n, device=device).repeat_interleave(len(tokens))
-    return make_low_ratio(ratio, positions, requests, *formats)
+    return make_low_ratio(ratio, positions, requests, *formats, rounding)
 
 
 def slots_of(step: TimedLowRatio) -> torch.Tensor:
@@ -109,6 +121,8 @@ def run(step: TimedLowRatio, call: Call) -> Written:
         at = places(records, slots, cache.shape[1])
         got = cache.view(-1)[at]
         cache.view(-1)[at] = POISON
+        if records.rounding == "sglang_v41":  # whose slot 0 is nobody's
+            cache.view(-1)[places(records, torch.zeros_like(slots[:1]), cache.shape[1])] = POISON
         if bool((cache != POISON).any()):
             raise ArithmeticError(f"a byte outside the records of {records.cache_format} changed")
         width = records.record.data_bytes
@@ -123,13 +137,16 @@ def float64_records(step: TimedLowRatio) -> tuple[tuple[torch.Tensor, torch.Tens
     """The records by the definition, from the rings before the call and its input."""
     tensors, plan = step.call, step.step_plan
     spec, rows = tensors.layer.spec, tensors.kv_score
+    if tensors.score is not None:
+        rows = torch.cat((rows, tensors.score), 1)
     tokens = (plan.slots >= 0).nonzero()[:, 0]
     groups = rows[tokens]
     if tensors.state is not None and plan.state_slots is not None:
         ring_rows = tensors.state.shape[1]
-        own = plan.state_slots[tokens]
+        states = plan.state_rows(ring_rows)
+        own = states[tokens]
         before = own - own % ring_rows + (own % ring_rows - 1) % ring_rows
-        is_new = (tokens > 0) & (plan.state_slots[(tokens - 1).clamp(min=0)] == before)
+        is_new = (tokens > 0) & (states[(tokens - 1).clamp(min=0)] == before)
         old = tensors.state[before // ring_rows, before % ring_rows]
         first = torch.where(is_new[:, None], rows[(tokens - 1).clamp(min=0)], old)
         groups = torch.stack((first, groups), 1).flatten(0, 1)
@@ -232,7 +249,7 @@ def variants(case: Case, step: TimedLowRatio) -> dict[str, float]:
 
 
 def measure(case: Case, peers: Any, bandwidth: float, task: int = 0) -> dict[str, Any]:
-    """The row of a case: ours, and vLLM's launches on the same tensors.
+    """The row of a case: ours, and the engine's launches on the same tensors.
 
     Raises:
         ArithmeticError: fewer than 99 % of the records' bytes are float64's, or rings differ.
@@ -249,11 +266,33 @@ def measure(case: Case, peers: Any, bandwidth: float, task: int = 0) -> dict[str
     row["ours_variants_gpu_ms"] = variants(case, step)
     row["floor_ms"] = step.floor_bytes() / (bandwidth * 1e6)
     is_fp4 = formats[1] == "indexer_mxfp4"
+    if formats == SGLANG:
+        if (modules := peers.sglang_low_ratio) is None:
+            row["not_run"]["sglang"] = peers.refused["sglang_low_ratio"]
+            return row
+        compare(row, step, ours, wanted, {"sglang": low_ratio_step(modules, step)})
+        return row
     if peers.low_ratio is None or (is_fp4 and torch.cuda.get_device_capability() < (10, 0)):
         why = "e2m1 by an instruction of sm_100" if is_fp4 else peers.refused["vllm_low_ratio"]
         row["not_run"]["vllm"] = why
         return row
-    for name, call in upstream(peers.low_ratio, step).items():
+    compare(row, step, ours, wanted, upstream(peers.low_ratio, step))
+    return row
+
+
+def compare(
+    row: dict[str, Any],
+    step: TimedLowRatio,
+    ours: Written,
+    wanted: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+    peers: dict[str, Call],
+) -> None:
+    """The bytes and times of an engine's launches, by the name of their schedule.
+
+    Raises:
+        ArithmeticError: rings differ.
+    """
+    for name, call in peers.items():
         theirs = run(step, call)
         states = [x.state for x in (ours, theirs) if x.state is not None]
         if states and not torch.equal(*states):
@@ -261,8 +300,7 @@ def measure(case: Case, peers: Any, bandwidth: float, task: int = 0) -> dict[str
         row[f"{name}_float64_bytes"] = equal_bytes(theirs, wanted)
         row[f"{name}_equal_bytes"] = equal_bytes(ours, theirs.records)
         take_times(row, name, call)
-    return row
 
 
-def tasks() -> list[Callable[[Any, float, int], dict[str, Any]]]:
-    return [functools.partial(measure, case) for case in cases()]
+def tasks(engine: str) -> list[Callable[[Any, float, int], dict[str, Any]]]:
+    return [functools.partial(measure, case) for case in cases(engine)]

@@ -74,7 +74,7 @@ MODELS = f"""
 | Ling-V3 | KDA layers; CPU | {_of_sglang("ling_3_tiny")} |
 | DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}; CPU | {_MLA_SGLANG} |
 | DeepSeek-V4 | [compressor](families/dsv4.md); {_ATTENTION}, CPU | {_SGLANG_V4} |
-| DeepSeek-V4.1 | [compressor](families/dsv4.md#deepseek-v41); {_ATTENTION}; 0.33, CPU | upstream |
+| DeepSeek-V4.1 | [compressor](families/dsv4.md#deepseek-v41); {_ATTENTION}; 0.33, CPU | compressor, 0.5.23; CPU |
 
 *CPU*: contract tests run with the releases' own wheels on a CPU; no GPU has served the whole model
 with this package.

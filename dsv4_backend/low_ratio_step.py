@@ -2,6 +2,8 @@
 
 Both engines keep the rows of ratio 2 in a ring of the state per request, and the token at position
 p in row p modulo the ring's length. Ratio 1 pools nothing and has no state.
+
+vLLM names the state row of each token. sglang names its request, whose number is that of the ring.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from dsv4_backend.contract.calls import check_records
 from dsv4_backend.contract.values import ROW_DTYPES, check_index
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.selection import expect_operator
-from dsv4_backend.spec import LowRatioLayer, LowRatioSpec
+from dsv4_backend.spec import LATENT_DIM, LowRatioLayer, LowRatioSpec
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import Argument, Packed
 
 OPERATOR = "low_ratio"
 RING_ROWS = 8
-"""The fewest rows of a ring: those of a step in one launch, and the row before them."""
+"""The fewest rows of a ring of vLLM's: those of a step in one launch, and the row before them."""
 
 LAYER = (
     *("state_ptr", "stride_state_b", "stride_state_r", "weight_ptr", "wk_ptr", "stride_wk_n"),
@@ -45,8 +47,8 @@ LAYER = (
 )
 """The kernels' arguments that stay while the layer and its caches do."""
 PLAN = (
-    *("position_ptr", "state_slot_ptr", "query_start_ptr", "slot_ptr", "index_slot_ptr"),
-    *("num_requests", "num_tokens"),
+    *("position_ptr", "state_slot_ptr", "request_ptr", "query_start_ptr", "slot_ptr"),
+    *("index_slot_ptr", "num_requests", "num_tokens"),
 )
 """The kernels' arguments that a step plan has."""
 
@@ -78,11 +80,15 @@ class LowRatioStep:
             group that ends with the token go; < 0 stores nothing. Of ratio 2 those of tokens at
             even positions are not read.
         state_slots: [T] int32 or int64, ring times its rows plus position modulo rows; < 0 is
-            padding. ``None`` of ratio 1.
+            padding. With ``requests`` it only says which tokens are padding, those with 0 or less:
+            sglang has the slots of its uncompressed cache. ``None`` of ratio 1.
         query_starts: [B + 1] int32 or int64, first token of each request in this call; requests
-            without tokens may follow. ``None`` of ratio 1.
+            without tokens may follow. With ``requests`` [B], in any order and of more tokens than
+            these if need be, or ``None``: any token may be the first. ``None`` of ratio 1.
         longest: tokens of the longest chunk, or a larger number; ``None`` if the host does not know
             it. Of ratio 2 a step in one launch needs it to be less than the rows of a ring.
+        requests: [T] int32 or int64, the ring of each token's request; of padding too one of them.
+            ``None`` of ratio 1, and where ``state_slots`` are rows of the state.
 
     Raises:
         ValueError: a tensor does not have the shape or dtype above.
@@ -94,17 +100,23 @@ class LowRatioStep:
     state_slots: torch.Tensor | None = None
     query_starts: torch.Tensor | None = None
     longest: int | None = None
+    requests: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         check_index("positions", self.positions, ("T",))
         tokens, device = self.num_tokens, self.device
         check_index("slots", self.slots, (tokens,), device)
         check_index("index_slots", self.index_slots, (tokens,), device)
-        if (self.state_slots is None) != (self.query_starts is None):
+        if self.requests is None and (self.state_slots is None) != (self.query_starts is None):
             raise ValueError("state_slots and query_starts must both be given, or neither")
-        if self.state_slots is not None and self.query_starts is not None:
-            check_index("state_slots", self.state_slots, (tokens,), device)
-            check_index("query_starts", self.query_starts, ("B + 1",), device)
+        if self.requests is not None and self.state_slots is None:
+            raise ValueError("state_slots must be given with requests")
+        for name in ("state_slots", "requests"):
+            if (tensor := getattr(self, name)) is not None:
+                check_index(name, tensor, (tokens,), device)
+        if self.query_starts is not None:
+            size = "B + 1" if self.requests is None else "B"
+            check_index("query_starts", self.query_starts, (size,), device)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -113,13 +125,15 @@ class LowRatioStep:
 
     @cached_property
     def num_requests(self) -> int:
-        """Requests of ratio 2; 0 of ratio 1, where nothing depends on them."""
-        return 0 if self.query_starts is None else self.query_starts.shape[0] - 1
+        """Tokens of ratio 2 that may begin a chunk; 0 of ratio 1, where nothing depends on it."""
+        if self.query_starts is None:
+            return 0 if self.requests is None else self.num_tokens
+        return self.query_starts.shape[0] - (self.requests is None)
 
     @cached_property
     def num_latents(self) -> int:
         """The most groups that may end in the step, in the order of the kernel that makes them."""
-        if self.query_starts is None:
+        if self.state_slots is None:
             return self.num_tokens
         return self.num_requests + -(-self.num_tokens // 2)
 
@@ -132,8 +146,9 @@ class LowRatioStep:
         """``PLAN``, prepared once for all launches of the step."""
         from backend_core.launch.triton import pack  # the torch path needs no triton
 
-        values: list[Argument] = [self.positions, self.state_slots, self.query_starts]
-        values += [self.slots, self.index_slots, self.num_requests, self.num_tokens]
+        values: list[Argument] = [self.positions, self.state_slots, self.requests]
+        values += [self.query_starts, self.slots, self.index_slots]
+        values += [self.num_requests, self.num_tokens]
         return pack(values)
 
     def without_work(self) -> LowRatioStep:
@@ -142,6 +157,16 @@ class LowRatioStep:
         nothing.__dict__.update(packed=self.packed, num_tokens=0, num_latents=0)
         return nothing
 
+    def state_rows(self, ring_rows: int) -> torch.Tensor:
+        """The state row of each token, < 0 of padding, [T] int64; empty of ratio 1."""
+        if self.state_slots is None:
+            return self.positions.new_empty(0)
+        rows = self.state_slots.long()
+        if self.requests is not None:
+            found = self.requests.long() * ring_rows + self.positions % ring_rows
+            rows = torch.where(rows > 0, found, -1)
+        return rows
+
     def group_ends(self, ring_rows: int) -> Iterator[GroupEnd]:
         """The tokens that end a group, read on the host.
 
@@ -149,7 +174,7 @@ class LowRatioStep:
             ring_rows: rows of a ring of the state.
         """
         slots = list(zip(self.slots.tolist(), self.index_slots.tolist(), strict=True))
-        states = [] if self.state_slots is None else self.state_slots.tolist()
+        states = self.state_rows(ring_rows).tolist()
         for token, position in enumerate(self.positions.tolist()):
             if not states:
                 yield GroupEnd(token, position, -1, slots[token])
@@ -162,7 +187,7 @@ class LowRatioStep:
 
     def state_writes(self, ring_rows: int) -> Iterator[tuple[int, int]]:
         """(token, state row) of each row that the step writes and no later token writes over."""
-        states = [] if self.state_slots is None else self.state_slots.tolist()
+        states = self.state_rows(ring_rows).tolist()
         for token, row in enumerate(states):
             if row >= 0 and row not in states[token + ring_rows : token + ring_rows + 1]:
                 yield token, row
@@ -170,13 +195,17 @@ class LowRatioStep:
 
 @dataclass(slots=True, eq=False)
 class LowRatioCall:
-    """A layer with the tensors of one call; ``packed`` is ``LAYER``."""
+    """A layer with the tensors of one call; ``packed`` is ``LAYER``.
+
+    With ``score`` [T, 512] of ratio 2, ``kv_score`` [T, 512] has the other half of the rows.
+    """
 
     layer: LowRatioLayer
     kv_score: torch.Tensor
     state: torch.Tensor | None
     cache: torch.Tensor
     index_cache: torch.Tensor
+    score: torch.Tensor | None = None
     packed: Packed | None = None
 
     def pack(self) -> Packed:
@@ -233,6 +262,7 @@ def _bind(
     state: torch.Tensor | None,
     cache: torch.Tensor,
     index_cache: torch.Tensor,
+    score: torch.Tensor | None,
     weights: tuple[int, ...],
     plan_device: torch.device,
     target: Target | None,
@@ -240,7 +270,7 @@ def _bind(
 ) -> _Bound:
     """Check a call, and select and bind its paths; ``weights``: the addresses of the layer's."""
     spec, device = layer.spec, layer.key_projection.device
-    expect_shape("kv_score", kv_score, ("T", spec.row_width))
+    expect_shape("kv_score", kv_score, ("T", spec.row_width if score is None else LATENT_DIM))
     expect_dtype("kv_score", kv_score, *(ROW_DTYPES if state is None else (torch.float32,)))
     expect_stride("kv_score", kv_score, 1, 1)
     if (state is None) != (spec.compress_ratio == 1):
@@ -251,10 +281,19 @@ def _bind(
         expect_dtype("state", state, torch.float32)
         expect_stride("state", state, 2, 1)
         expect_device("state", state, device)
-        if state.shape[1] < RING_ROWS:
+        if state.shape[1] < 2:
+            raise ValueError(f"state must have rings of at least 2 rows, got {state.shape[1]}")
+    if score is not None:
+        if state is None:
+            raise ValueError("score must be None for ratio 1")
+        expect_shape("score", score, ("T", LATENT_DIM))
+        expect_dtype("score", score, torch.float32)
+        if score.stride() != kv_score.stride():
             raise ValueError(
-                f"state must have rings of at least {RING_ROWS} rows, got {state.shape[1]}"
+                f"score must have the strides of kv_score, {kv_score.stride()}, "
+                f"got {score.stride()}"
             )
+        expect_device("score", score, device)
     check_records("cache", spec.main, cache)
     check_records("index_cache", spec.index, index_cache)
     for name, tensor in (("kv_score", kv_score), ("cache", cache), ("index_cache", index_cache)):
@@ -269,7 +308,7 @@ def _bind(
     has_kernels = any(row.name != "torch" for row in selection.rows)
     if has_kernels:
         expect_kernel_device("kv_score", kv_score)
-    call = LowRatioCall(layer, kv_score, state, cache, index_cache)
+    call = LowRatioCall(layer, kv_score, state, cache, index_cache, score)
     return _Bound(selection, call.pack() if has_kernels and not interprets() else None)
 
 
@@ -277,7 +316,7 @@ class LowRatioLaunchCache:
     """What `LaunchCache` is, for ``compress_low_ratio_``."""
 
     def __init__(self) -> None:
-        self.find = Ready(_bind, addresses=(2, 3, 4), any_length=(1,), kept=64)
+        self.find = Ready(_bind, addresses=(2, 3, 4), any_length=(1, 5), kept=64)
 
 
 def bound_low_ratio(
@@ -296,16 +335,18 @@ def bound_low_ratio(
         call.state,
         call.cache,
         call.index_cache,
+        call.score,
         tuple(tensor.data_ptr() for tensor in tensors),
         plan.device,
         target,
         selection,
     )
-    if call.kv_score.shape[0] < plan.num_tokens:
-        raise ValueError(
-            f"kv_score must have at least {plan.num_tokens} rows (tokens of the step plan), "
-            f"got {call.kv_score.shape[0]}"
-        )
+    for name, rows in (("kv_score", call.kv_score), ("score", call.score)):
+        if rows is not None and rows.shape[0] < plan.num_tokens:
+            raise ValueError(
+                f"{name} must have at least {plan.num_tokens} rows (tokens of the step plan), "
+                f"got {rows.shape[0]}"
+            )
     if (plan.state_slots is None) != (call.state is None):
         must = "None" if call.state is None else "given"
         raise ValueError(f"state_slots must be {must} for ratio {layer.spec.compress_ratio}")

@@ -10,13 +10,17 @@ scales. ``rounding`` names the engine that is followed:
 - ``sglang``: bf16 once, before quantisation, for the main rows, never for the indexer's; the
   indexer's fp8 scale is amax / 448 itself; fp4 ties go to the smaller magnitude, and zero has no
   sign;
-- ``aiter``: sglang's MXFP4 indexer on AMD, which is aiter's: fp4 as in ``vllm``, from fp32.
+- ``aiter``: sglang's MXFP4 indexer on AMD, which is aiter's: fp4 as in ``vllm``, from fp32;
+- ``sglang_v41``: sglang's V4.1, which quantises twice: main rows to NVFP4 and then to fp8, the
+  indexer's to MXFP4 as in ``vllm``, and once more with scales of at least 2^-13 and a zero without
+  a sign. Its pooled rows are bf16 before their norm.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -143,6 +147,8 @@ def latents(kv_score: torch.Tensor, layer: LowRatioLayer) -> torch.Tensor:
     if ratio == 2:
         kv, score = groups.view(len(groups) // 2, 2, 2, -1).unbind(2)
         groups = pool(kv, score)
+    if layer.spec.main.rounding == "sglang_v41":
+        groups = round_bf16(groups)
     return round_bf16(_rms_norm(groups, layer.norm_weight, layer.spec.eps))
 
 
@@ -217,8 +223,11 @@ def quantise(x: torch.Tensor, spec: RecordSpec) -> tuple[torch.Tensor, torch.Ten
     none = torch.empty((n, 0), dtype=torch.uint8, device=x.device)
     encoding = spec.record.encoding
     # V4.1's interleaved records are taken from fp32, behind a latent of bf16
-    if not spec.record.is_interleaved and (d == 512 or rounding == "vllm"):
+    if not spec.record.is_interleaved and (d == 512 or rounding in ("vllm", "sglang_v41")):
         x = round_bf16(x)
+    if rounding == "sglang_v41":  # a zero that is quantised first loses its sign
+        first = replace(spec, cache_format="nvfp4_rows" if d == 512 else encoding, rounding="vllm")
+        x = dequantise(*quantise(x + 0.0, first), first).to(x.dtype)
     if encoding == "mxfp8_rows":
         groups = x.view(n, 16, 32)
         k = ceil_log2(groups.abs().amax(-1).clamp(min=1e-4) / top)
@@ -249,10 +258,13 @@ def quantise(x: torch.Tensor, spec: RecordSpec) -> tuple[torch.Tensor, torch.Ten
             scale = torch.exp2(ceil_log2(scale).to(x.dtype))
         return encode_e4m3((x / scale).clamp(-top, top), fp8), scale.float().view(torch.uint8)
     groups = x.view(n, d // 32, 32)
-    floor = 1e-4 if rounding == "sglang" else 6 * 2.0**-126
+    floors = {"sglang": 1e-4, "sglang_v41": 6 * 2.0**-13}
+    floor = floors.get(rounding, 6 * 2.0**-126)
     k = ceil_log2(groups.abs().amax(-1).clamp(min=floor) / 6)
     code = encode_e2m1(groups * torch.exp2(-k.to(x.dtype))[..., None], rounding != "sglang")
     code = code.flatten(1)
+    if rounding == "sglang_v41":
+        code = torch.where(code == 8, 0, code)
     return code[:, 0::2] | (code[:, 1::2] << 4), (k + 127).to(torch.uint8)
 
 

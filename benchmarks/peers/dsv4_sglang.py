@@ -1,13 +1,18 @@
-"""sglang 0.5.23's compressor step (``c4_v2``, ``c128_v2``, ``fused_norm_rope_v2``) and its layout.
+"""sglang 0.5.23's compressor step (``c4_v2``, ``c128_v2``, ``fused_norm_rope_v2``) and its layout,
+and what its attention backend runs on Hopper of DeepSeek-V4.1's compressors.
 
 ``source`` is an installed site-packages or a copy of ``sglang/kernels/jit`` and
 ``sglang/kernels/ops/attention/dsv4`` with their headers. sglang's Python is imported from there;
-its sources are compiled here by nvcc, with sglang's flags, and loaded with tvm-ffi.
+its sources are compiled here by nvcc, with sglang's flags, and loaded with tvm-ffi. V4.1 also needs
+``sglang/kernels/ops`` and ``sglang/srt``, of whose large modules single classes are taken.
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
 import concurrent.futures
+import dataclasses
 import hashlib
 import importlib
 import os
@@ -25,7 +30,7 @@ import torch
 from benchmarks.peers.sources import packages, stub
 from dsv4_backend import CompressorLayer, RingDecode, RingPrefill
 from dsv4_backend.testing.engine import make_spec
-from dsv4_backend.testing.steps import PAGE_TOKENS, TimedStep, rope_table
+from dsv4_backend.testing.steps import PAGE_TOKENS, TimedLowRatio, TimedStep, rope_table
 
 RELEASE = "0.5.23"
 SWA_PAGE = 256
@@ -45,12 +50,21 @@ def load(source: Path, arch: str = "90a") -> types.ModuleType:
         ImportError: a file or tvm-ffi is missing.
         RuntimeError: nvcc refuses a source; the message holds what it said.
     """
+    _prepare(source, arch)
+    compress = importlib.import_module("sglang.kernels.ops.attention.dsv4.compress")
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        for job in [pool.submit(make, *of) for make, of in _modules(compress)]:
+            job.result()
+    return compress
+
+
+def _prepare(source: Path, arch: str) -> None:
     packages(source, *_PACKAGES)
     common = importlib.import_module("sglang.kernels.jit.utils.common")
     cpp_args = importlib.import_module("sglang.kernels.jit.utils.compile.cpp_args")
     utils: Any = sys.modules["sglang.kernels.jit.utils"]
     utils.cache_once, utils.make_cpp_args = common.cache_once, cpp_args.make_cpp_args
-    utils.is_arch_support_pdl = lambda: True
+    utils.is_arch_support_pdl, utils.is_hip_runtime = lambda: True, lambda: False
     jit = source / "sglang/kernels/jit"
     utils.load_jit = lambda *names, **files: _load_module(compile_module(jit, arch, names, **files))
     no = dict.fromkeys(("is_gfx95_supported", "is_hip", "is_xpu"), lambda: False)
@@ -60,11 +74,90 @@ def load(source: Path, arch: str = "90a") -> types.ModuleType:
         INDEXER_K_CACHE_PRESHUFFLE_TILE=16,
         aiter_can_use_preshuffle_paged_mqa=lambda: False,
     )
-    compress = importlib.import_module("sglang.kernels.ops.attention.dsv4.compress")
-    with concurrent.futures.ThreadPoolExecutor(5) as pool:
-        for job in [pool.submit(make, *of) for make, of in _modules(compress)]:
-            job.result()
-    return compress
+
+
+def load_low_ratio(source: Path, arch: str = "90a") -> types.SimpleNamespace:
+    """What `low_ratio_step` needs of sglang.
+
+    Raises:
+        ImportError: a file or tvm-ffi is missing.
+    """
+    _prepare(source, arch)
+    ops = [
+        f"sglang.kernels.ops.{name}" for name in ("gemm", "kvcache", "layernorm", "quantization")
+    ]
+    packages(source, *ops, "sglang.srt.layers.attention.dsv4")
+    utils: Any = sys.modules["sglang.kernels.jit.utils"]
+    utils.get_jit_cuda_arch = lambda: types.SimpleNamespace(major=int(arch.rstrip("af")) // 10)
+    utils.aligned_new_empty = None
+    vars(sys.modules["sglang.srt.utils"])["add_prefix"] = None
+    stub("sglang.kernels.kernel_api_logging", debug_kernel_api=lambda function: function)
+    custom_op = {"register_custom_op": lambda **_: lambda function: function}
+    stub("sglang.srt.utils.custom_op", **custom_op)
+    platform = types.SimpleNamespace(is_blackwell=False)
+    stub("sglang.srt.runtime_context", get_platform=lambda: platform)
+    stub("sglang.kernels.ops.attention.deep_select", get_input_stride_alignment_bytes=None)
+    stub("sglang.kernels.ops.gemm.bf16_fp32", linear_bf16_fp32=None)
+    stub("sglang.kernels.ops.gemm.router_gemv_hip", rocm_gemv_split_k_max_tokens=None)
+    stub("sglang.srt.layers.linear", ReplicatedLinear=torch.nn.Linear)
+    stub("sglang.srt.layers.quantization.base_config", QuantizationConfig=object)
+    sparse = importlib.import_module("sglang.srt.layers.attention.dsv4.dsv41_sparse")
+    srt = source / "sglang/srt"
+    states = _classes(
+        srt / "mem_cache/deepseek_v4_compress_state.py",
+        {"KVAndScore": None, "CompressStatePool": _STATE_METHODS},
+    )
+    given = vars(sparse) | states | {"is_sm100_or_newer": lambda: False}
+    backend = _classes(
+        srt / "layers/attention/deepseek_v4_backend.py",
+        {"DeepseekV4AttnBackend": _LOW_RATIO_METHODS},
+        given,
+    )
+    return types.SimpleNamespace(
+        sparse=sparse,
+        **states,
+        **backend,
+        attn=importlib.import_module("sglang.kernels.ops.attention.dsv4.attn"),
+        keys=importlib.import_module("sglang.kernels.ops.kvcache.dsv4_fp4_index_k_cache"),
+    )
+
+
+_STATE_METHODS = (
+    *("translate_from_req_position_to_state_loc", "get_state_by_state_loc"),
+    "set_state_by_state_loc",
+)
+_LOW_RATIO_METHODS = (
+    *("_low_ratio_compress_decode", "_low_ratio_compress_torch", "_low_ratio_pair_partners"),
+    "_low_ratio_write_group",
+)
+
+
+def _classes(
+    file: Path, wanted: dict[str, tuple[str, ...] | None], given: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Classes of a module whose imports are not needed, with some of their methods or all.
+
+    Raises:
+        ImportError: one of them is not in the file.
+    """
+    body: list[ast.stmt] = []
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name in wanted:
+            methods = wanted[node.name]
+            if methods is not None:
+                node.bases, node.keywords, node.decorator_list = [], [], []
+                node.body = [x for x in node.body if getattr(x, "name", None) in methods]
+                if len(node.body) < len(methods):
+                    raise ImportError(f"{file} has not all of {methods}")
+            body.append(node)
+    if len(body) < len(wanted):
+        raise ImportError(f"{file} has not all of {sorted(wanted)}")
+    flags = __future__.annotations.compiler_flag
+    code = compile(ast.Module(body, []), str(file), "exec", flags=flags)
+    scope: dict[str, Any] = {"torch": torch, "dataclasses": dataclasses, **(given or {})}
+    scope["__name__"] = f"sglang_{file.stem}"
+    exec(code, scope)
+    return {name: scope[name] for name in wanted}
 
 
 def _modules(compress: types.ModuleType) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -221,6 +314,67 @@ def upstream_step(compress: types.ModuleType, part: TimedStep) -> Callable[[], N
         )
 
     return step
+
+
+def low_ratio_step(sglang: types.SimpleNamespace, part: TimedLowRatio) -> Callable[[], None]:
+    """sglang's step of a V4.1 source layer behind its projections, on these tensors, as its
+    attention backend makes it on Hopper."""
+    call, plan = part.call, part.step_plan
+    layer, spec, device = call.layer, call.layer.spec, call.kv_score.device
+    ratio, sparse = spec.compress_ratio, sglang.sparse
+
+    def norm(weight: torch.Tensor) -> Any:
+        module = sparse.RMSNorm(weight.shape[0], spec.eps).to(device, torch.bfloat16)
+        module.weight.data.copy_(weight)
+        return module
+
+    compressor = sparse.DeepseekV41Compressor(1, 512, ratio, spec.eps, fused_compress=False)
+    compressor.norm = norm(layer.norm_weight)
+    compressor.project = lambda x: (call.kv_score, call.score)
+    indexer = object.__new__(sparse.DeepseekV41Indexer)
+    torch.nn.Module.__init__(indexer)
+    indexer.owns_k, indexer.index_head_dim, indexer.rope_head_dim = True, 128, 64
+    indexer.k_norm = norm(layer.key_norm_weight)
+    indexer.wk = torch.nn.Linear(512, 128, bias=False, dtype=torch.bfloat16, device=device)
+    indexer.wk.weight.data.copy_(layer.key_projection)
+    pool = types.SimpleNamespace(
+        get_extra_key_layout=lambda _: types.SimpleNamespace(is_fp4=False),
+        set_index_k_fp4=lambda layer_id, loc, cache_k: sglang.keys.store_fp4_index_k_cache(
+            cache_k, call.index_cache, loc, page_size=spec.index.page_tokens, rne=True
+        ),
+        set_extra_key_buffer_fused=lambda layer_id, loc, cache_k: sglang.attn.fused_store_cache(
+            cache_k, call.cache, loc, page_size=spec.main.page_tokens, type="flashmla"
+        ),
+    )
+    if call.state is not None:
+        rings, ring_rows, width = call.state.shape  # and the rows behind them, which are nobody's
+        rows = call.state.as_strided(((rings + 1) * ring_rows, width), (width, 1))
+        states = object.__new__(sglang.CompressStatePool)
+        states.ring_size, states.kv_score_buffer = ring_rows, sglang.KVAndScore(rows)
+        pool.get_attention_compress_states = lambda _: states
+    backend = object.__new__(sglang.DeepseekV4AttnBackend)
+    backend.token_to_kv_pool = pool
+    raw = torch.ones_like(plan.slots) if plan.state_slots is None else plan.state_slots
+    core = types.SimpleNamespace(raw_out_loc=raw, c1_out_loc=plan.slots, c2_out_loc=plan.slots)
+    backend.forward_metadata = types.SimpleNamespace(core_metadata=core)
+    attention = types.SimpleNamespace(
+        layer_id=0,
+        compress_ratio=ratio,
+        compressor=compressor,
+        indexer=indexer,
+        rope_head_dim=64,
+        freqs_cis=torch.view_as_complex(layer.rope_table.view(-1, 32, 2)),
+    )
+    x, requests = torch.empty(plan.num_tokens, 1, device=device), plan.requests
+    step = backend._low_ratio_compress_torch
+    if plan.longest == 1:
+        step = backend._low_ratio_compress_decode
+
+    @torch.no_grad()
+    def run() -> None:
+        step(attention, x, requests, plan.positions)
+
+    return run
 
 
 def _bytes(entries: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@
 
 The flag is `backend_core.engines.sglang_flag`'s. sglang serves DeepSeek-V4 with an attention
 backend that it calls ``dsv4`` too and chooses by itself; once it is built for a model, the step
-that all its compressors share becomes a `sglang_compressor.FusedStep`.
+that all its compressors share becomes a `sglang_compressor.FusedStep`. Those of DeepSeek-V4.1 share
+other methods, which become a `sglang_low_ratio.LowRatioSteps`'.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ def _present(backend: Any, runner: Any) -> bool:
 
 
 def _install(backend: Any, runner: Any) -> None:
-    from dsv4_backend.engines import sglang_compressor
+    low_ratios = getattr(backend, "low_ratios", ())
+    if low_ratios:
+        from dsv4_backend.engines import sglang_low_ratio
 
-    sglang_compressor.install(backend)
+        sglang_low_ratio.install(backend)
+    if not low_ratios or backend.has_c4 or backend.has_c128:
+        from dsv4_backend.engines import sglang_compressor
+
+        sglang_compressor.install(backend)

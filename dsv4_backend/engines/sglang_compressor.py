@@ -67,11 +67,6 @@ def install(backend: Any) -> None:
 
 
 def _refusal(backend: Any) -> str | None:
-    if getattr(backend, "low_ratios", ()):
-        return (
-            "the compressors of DeepSeek-V4.1, of ratio 1 and 2, stay sglang's, which rounds main"
-            " records to bf16 and to NVFP4 before it stores them in any format"
-        )
     kind = type(backend)
     step = getattr(kind, _STEP)
     if step is not getattr(CompressorBackendMixin, _STEP):
@@ -184,8 +179,8 @@ class FusedStep:
                 spec = _spec(call)
                 decode, prefill = _choose(kv_cache.device, spec)
                 layer = _layer(spec, call)
-                pages, second = _pages(kv_cache), _second(call)
-                second = None if second is None else _pages(second)
+                pages, second = pages_of(kv_cache), _second(call)
+                second = None if second is None else pages_of(second)
                 state = state.view(-1, spec.compress_ratio, spec.row_width)
                 ratio, out_loc = call["compress_ratio"], call["out_loc"]
                 theirs = self._backend._get_paged_compress_metadata(ratio)
@@ -229,7 +224,7 @@ def _second(call: dict[str, Any]) -> torch.Tensor | None:
     return second
 
 
-def _pages(memory: torch.Tensor) -> torch.Tensor:
+def pages_of(memory: torch.Tensor) -> torch.Tensor:
     """[pages, page bytes] uint8, no copy.
 
     Raises:

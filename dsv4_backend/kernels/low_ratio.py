@@ -1,9 +1,13 @@
 """DeepSeek-V4.1's compressors of ratio 1 and 2: from projections to the latent and its main record.
 
-A token's row of projections is [kv], or [kv | score] of ratio 2, fp32. A ring of the state holds a
-request's newest rows of ratio 2, so a token's state row says which row is its predecessor's: the
-one before it in the ring. Where the input row before a token has that state row, it is the
-predecessor itself; otherwise the chunk begins with the token, and the ring holds its predecessor.
+A token's row of projections is [kv], or [kv | score] of ratio 2, fp32; with score_ptr the scores
+are a tensor of their own, whose rows are as far apart. A ring of the state holds a request's newest
+rows of ratio 2, so a token's state row says which row is its predecessor's: the one before it in
+the ring. Where the input row before a token has that state row, it is the predecessor itself;
+otherwise the chunk begins with the token, and the ring holds its predecessor.
+
+With request_ptr a token's state row follows from its request and position, and state_slot_ptr says
+only which tokens are padding: those with 0 or less.
 """
 
 import triton
@@ -27,9 +31,35 @@ def row_before(state_row, STATE_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_row_before_token(state_slot_ptr, i_t):
+def find_row(state_slot, request_ptr, position_ptr, o_t, m_t, STATE_BLOCK: tl.constexpr):
+    """The state rows of input rows o_t, < 0 of padding and where m_t is false; state_slot is what
+    state_slot_ptr holds of them, int64."""
+    if request_ptr is not None:
+        request = tl.load(request_ptr + o_t, mask=m_t, other=0).to(tl.int64)
+        position = tl.load(position_ptr + o_t, mask=m_t, other=0).to(tl.int32)
+        row = request * STATE_BLOCK + position % STATE_BLOCK
+        state_slot = tl.where(state_slot > 0, row, -1)
+    return state_slot
+
+
+@triton.jit
+def find_row_before_token(
+    state_slot_ptr, request_ptr, position_ptr, i_t, STATE_BLOCK: tl.constexpr
+):
     """The state row of input row i_t - 1, or -1: that of the token before i_t's, or of another."""
-    return tl.load(state_slot_ptr + i_t - 1, mask=i_t > 0, other=-1).to(tl.int64)
+    state_slot = tl.load(state_slot_ptr + i_t - 1, mask=i_t > 0, other=-1).to(tl.int64)
+    return find_row(state_slot, request_ptr, position_ptr, i_t - 1, i_t > 0, STATE_BLOCK)
+
+
+@triton.jit
+def load_kv_and_score(token_ptr, score_ptr, o_token, D: tl.constexpr):
+    """A token's (kv, score) [D] fp32; o_token is where its row begins in a tensor of scores."""
+    if score_ptr is None:
+        b_kv, b_score = load_row(token_ptr, D, 2)
+    else:
+        o_d = tl.arange(0, D)
+        b_kv, b_score = tl.load(token_ptr + o_d), tl.load(score_ptr + o_token + o_d)
+    return b_kv, b_score
 
 
 @triton.jit
@@ -37,6 +67,8 @@ def pool_pair(
     b_kv,  # [D] fp32 of the pair's last token
     b_score,
     token_ptr,
+    score_ptr,
+    o_token,
     stride_input_t,
     state,
     state_row,
@@ -52,7 +84,11 @@ def pool_pair(
     b_kv0 = tl.load(old_ptr, mask=not is_in_input, other=0.0)
     b_score0 = tl.load(old_ptr + D, mask=not is_in_input, other=0.0)
     b_kv0 = tl.where(is_in_input, tl.load(new_ptr, mask=is_in_input, other=0.0), b_kv0)
-    b_score0 = tl.where(is_in_input, tl.load(new_ptr + D, mask=is_in_input, other=0.0), b_score0)
+    if score_ptr is None:
+        new_ptr = new_ptr + D
+    else:
+        new_ptr = score_ptr + o_token + (o_d - stride_input_t)
+    b_score0 = tl.where(is_in_input, tl.load(new_ptr, mask=is_in_input, other=0.0), b_score0)
     b_less = tl.exp2(-tl.abs(b_score - b_score0) * LOG2_E)
     b_p0 = tl.where(b_score0 < b_score, b_less, 1.0)
     b_p1 = tl.where(b_score0 < b_score, 1.0, b_less)
@@ -60,8 +96,10 @@ def pool_pair(
 
 
 @triton.jit
-def finish_latent(b_x, b_w, eps, D: tl.constexpr):
+def finish_latent(b_x, b_w, eps, D: tl.constexpr, ROUNDING: tl.constexpr):
     """The pooled row [D] normalised and rounded to bf16, in fp32; b_w [D] is the norm's weight."""
+    if ROUNDING == "sglang_v41":
+        b_x = round_bf16(b_x)
     return round_bf16(rms_norm(b_x, b_w, eps, D))
 
 
@@ -74,16 +112,18 @@ def store_main(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
     """RoPE, quantisation and store of a latent's main record; a slot < 0 stores nothing."""
     if slot >= 0:
         b_x = rope_tail(b_latent, b_angles, D)
-        store_record(b_x, cache, slot, D, PAGE, FORMAT, "vllm", False)
+        store_record(b_x, cache, slot, D, PAGE, FORMAT, ROUNDING, False)
 
 
 @triton.jit
 def low_ratio_step_kernel(
-    input_ptr,  # [T, RATIO·D] fp32, of ratio 1 also bf16
+    input_ptr,  # [T, RATIO·D] fp32, of ratio 1 also bf16; with score_ptr [T, D]
+    score_ptr,  # [T, D] fp32 or None, RATIO 2
     state_ptr,  # [blocks, STATE_BLOCK, 2·D] fp32, RATIO 2
     weight_ptr,  # [D]
     wk_ptr,  # [KEY, D] bf16
@@ -93,6 +133,7 @@ def low_ratio_step_kernel(
     index_cache_ptr,  # uint8 [pages, page bytes]
     position_ptr,  # [T]
     state_slot_ptr,  # [T], RATIO 2
+    request_ptr,  # [T] or None, RATIO 2
     slot_ptr,  # [T]
     index_slot_ptr,  # [T]
     eps,
@@ -112,6 +153,7 @@ def low_ratio_step_kernel(
     INDEX_PAGE: tl.constexpr,
     INDEX_FORMAT: tl.constexpr,
     IS_SPLIT_TABLE: tl.constexpr,
+    ROUNDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Two programs per token, chunks shorter than a ring: one for the state row and the main
@@ -133,11 +175,13 @@ def low_ratio_step_kernel(
     index_slot = tl.load(index_slot_ptr + i_t).to(tl.int64)
     position = tl.load(position_ptr + i_t).to(tl.int32)
     first = position + 1 - RATIO
-    token_ptr = input_ptr + i_t.to(tl.int64) * stride_input_t
+    o_token = i_t.to(tl.int64) * stride_input_t
+    token_ptr = input_ptr + o_token
     if RATIO == 2:
         state_row = tl.load(state_slot_ptr + i_t).to(tl.int64)
-        before = load_row_before_token(state_slot_ptr, i_t)
-        b_kv, b_score = load_row(token_ptr, D, RATIO)
+        state_row = find_row(state_row, request_ptr, position_ptr, i_t, i_t >= 0, STATE_BLOCK)
+        before = find_row_before_token(state_slot_ptr, request_ptr, position_ptr, i_t, STATE_BLOCK)
+        b_kv, b_score = load_kv_and_score(token_ptr, score_ptr, o_token, D)
         if state_row < 0:
             return
         state = State(state_ptr, stride_state_b, stride_state_r)
@@ -149,7 +193,17 @@ def low_ratio_step_kernel(
         b_angles = load_angles(table_ptr, first, stride_table_p, D, IS_SPLIT_TABLE)
         b_key_angles = load_angles(table_ptr, first, stride_table_p, KEY, IS_SPLIT_TABLE)
         b_x = pool_pair(
-            b_kv, b_score, token_ptr, stride_input_t, state, state_row, is_in_input, D, STATE_BLOCK
+            b_kv,
+            b_score,
+            token_ptr,
+            score_ptr,
+            o_token,
+            stride_input_t,
+            state,
+            state_row,
+            is_in_input,
+            D,
+            STATE_BLOCK,
         )
         if not is_key:
             store_state_row(b_kv, b_score, state, state_row, D, RATIO, STATE_BLOCK)
@@ -159,30 +213,33 @@ def low_ratio_step_kernel(
             return
         b_angles = load_angles(table_ptr, first, stride_table_p, D, IS_SPLIT_TABLE)
         b_key_angles = load_angles(table_ptr, first, stride_table_p, KEY, IS_SPLIT_TABLE)
-    b_x = finish_latent(b_x, b_w, eps, D)
+    b_x = finish_latent(b_x, b_w, eps, D, ROUNDING)
     if is_key:
         if index_slot >= 0:
             b_key = round_bf16(tl.sum(b_wk.to(tl.float32) * b_x[None, :], axis=1))
-            b_key = rope_tail(finish_latent(b_key, b_key_w, eps, KEY), b_key_angles, KEY)
+            b_key = finish_latent(b_key, b_key_w, eps, KEY, "vllm")
+            b_key = rope_tail(b_key, b_key_angles, KEY)
             store_record(
-                b_key, index_cache, index_slot, KEY, INDEX_PAGE, INDEX_FORMAT, "vllm", False
+                b_key, index_cache, index_slot, KEY, INDEX_PAGE, INDEX_FORMAT, ROUNDING, False
             )
     else:
-        store_main(b_x, b_angles, cache, slot, D, PAGE, FORMAT)
+        store_main(b_x, b_angles, cache, slot, D, PAGE, FORMAT, ROUNDING)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens"])
 def low_ratio_latents_kernel(
     latent_ptr,  # [rows, D] bf16, written where a group ends
     token_ptr,  # [rows] int32, written: the token of each latent, or -1
-    input_ptr,  # [T, RATIO·D] fp32, of ratio 1 also bf16
+    input_ptr,  # [T, RATIO·D] fp32, of ratio 1 also bf16; with score_ptr [T, D]
+    score_ptr,  # [T, D] fp32 or None, RATIO 2
     state_ptr,  # [blocks, STATE_BLOCK, 2·D] fp32, RATIO 2
     weight_ptr,  # [D]
     table_ptr,  # [positions, 64]
     cache_ptr,  # uint8 [pages, page bytes]
     position_ptr,  # [T]
     state_slot_ptr,  # [T], RATIO 2
-    query_start_ptr,  # [B + 1], RATIO 2
+    request_ptr,  # [T] or None, RATIO 2
+    query_start_ptr,  # [B + 1], RATIO 2; with request_ptr [B], or None where B is T
     slot_ptr,  # [T]
     index_slot_ptr,  # [T]
     num_requests,
@@ -199,12 +256,14 @@ def low_ratio_latents_kernel(
     PAGE: tl.constexpr,
     FORMAT: tl.constexpr,
     IS_SPLIT_TABLE: tl.constexpr,
+    ROUNDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per latent; the main record of each, and nothing of the state.
 
-    Of ratio 2 the first num_requests programs are the chunks' first tokens. The others are pairs of
-    input rows, of which one at most ends a group and is no chunk's first token.
+    Of ratio 2 the first num_requests programs are the chunks' first tokens, or every token where
+    these are not known. The others are pairs of input rows, of which one at most ends a group and
+    is no chunk's first token.
     """
     pdl_begin(PDL)
     i_n, o_d = tl.program_id(0), tl.arange(0, D)
@@ -217,32 +276,47 @@ def low_ratio_latents_kernel(
         position = tl.load(position_ptr + i_t).to(tl.int32)
     else:
         is_first = i_n < num_requests
-        start = tl.load(query_start_ptr + i_n, mask=is_first, other=0).to(tl.int32)
-        end = tl.load(query_start_ptr + i_n + 1, mask=is_first, other=num_tokens).to(tl.int32)
+        start, end = i_n, num_tokens
+        if query_start_ptr is not None:
+            start = tl.load(query_start_ptr + i_n, mask=is_first, other=0).to(tl.int32)
+        if request_ptr is None:
+            end = tl.load(query_start_ptr + i_n + 1, mask=is_first, other=num_tokens).to(tl.int32)
         i_pair = 2 * (i_n - num_requests)
         parity = tl.load(position_ptr + i_pair, mask=not is_first, other=1).to(tl.int32) % 2
         i_t = tl.where(is_first, start, i_pair + 1 - parity)
         is_token = i_t < tl.minimum(end, num_tokens)
         position = tl.load(position_ptr + i_t, mask=is_token, other=0).to(tl.int32)
         state_row = tl.load(state_slot_ptr + i_t, mask=is_token, other=-1).to(tl.int64)
-        before = load_row_before_token(state_slot_ptr, i_t)
+        state_row = find_row(state_row, request_ptr, position_ptr, i_t, is_token, STATE_BLOCK)
+        before = find_row_before_token(state_slot_ptr, request_ptr, position_ptr, i_t, STATE_BLOCK)
         is_in_input = before == row_before(state_row, STATE_BLOCK)
         is_end = (state_row >= 0) & (position % 2 == 1) & (is_in_input != is_first)
         slot = tl.load(slot_ptr + i_t, mask=is_end, other=-1).to(tl.int64)
     tl.store(token_ptr + i_n, tl.where(is_end, i_t, -1))
     if not is_end:
         return
-    row_ptr = input_ptr + i_t.to(tl.int64) * stride_input_t
+    o_token = i_t.to(tl.int64) * stride_input_t
+    row_ptr = input_ptr + o_token
     b_angles = load_angles(table_ptr, position + 1 - RATIO, stride_table_p, D, IS_SPLIT_TABLE)
     if RATIO == 1:
         b_x = tl.load(row_ptr + o_d).to(tl.float32)
     else:
         state = State(state_ptr, stride_state_b, stride_state_r)
-        b_kv, b_score = load_row(row_ptr, D, RATIO)
+        b_kv, b_score = load_kv_and_score(row_ptr, score_ptr, o_token, D)
         b_x = pool_pair(
-            b_kv, b_score, row_ptr, stride_input_t, state, state_row, is_in_input, D, STATE_BLOCK
+            b_kv,
+            b_score,
+            row_ptr,
+            score_ptr,
+            o_token,
+            stride_input_t,
+            state,
+            state_row,
+            is_in_input,
+            D,
+            STATE_BLOCK,
         )
-    b_x = finish_latent(b_x, b_w, eps, D)
+    b_x = finish_latent(b_x, b_w, eps, D, ROUNDING)
     tl.store(latent_ptr + i_n.to(tl.int64) * D + o_d, b_x.to(tl.bfloat16))
     cache = Cache(cache_ptr, stride_cache_p, None, None)
-    store_main(b_x, b_angles, cache, slot, D, PAGE, FORMAT)
+    store_main(b_x, b_angles, cache, slot, D, PAGE, FORMAT, ROUNDING)

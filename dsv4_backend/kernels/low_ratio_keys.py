@@ -6,6 +6,7 @@ import triton.language as tl
 from backend_core.kernels.codecs import encode_e4m3, round_bf16
 from backend_core.kernels.pdl import pdl_begin, pdl_wait
 from backend_core.kernels.rope_hadamard import rotate_pairs
+from dsv4_backend.kernels.low_ratio import find_row
 from dsv4_backend.kernels.records import (
     four_ue8m0,
     indexer_fp8_scale,
@@ -38,6 +39,7 @@ def store_keys(
     KEY: tl.constexpr,
     PAGE: tl.constexpr,
     FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
     """`records.store_record` of several rows."""
     m_slot = (slot >= 0)[:, None]
@@ -45,7 +47,7 @@ def store_keys(
     page_ptr = (cache_ptr + (u_slot // PAGE).to(tl.int64) * stride_cache_p)[:, None]
     i_slot = (u_slot % PAGE).to(tl.int32)[:, None]
     if FORMAT == "indexer_mxfp4":
-        b_code, b_scale = quantise_indexer_mxfp4(tl.reshape(b_key, (M * KEY,)), M * KEY, "vllm")
+        b_code, b_scale = quantise_indexer_mxfp4(tl.reshape(b_key, (M * KEY,)), M * KEY, ROUNDING)
         b_code = tl.reshape(b_code, (M, KEY // 2))
         tl.store(row_ptrs(page_ptr, i_slot, KEY // 2, 1), b_code, mask=m_slot)
         scale_ptrs = page_ptr + PAGE * (KEY // 2) + i_slot * (KEY // 32)
@@ -68,31 +70,43 @@ def write_ring_rows(
     o_t,  # [ROWS] tokens
     num_tokens,
     input_ptr,
+    score_ptr,
     stride_input_t,
     state_ptr,
     stride_state_b,
     stride_state_r,
     state_slot_ptr,
-    WIDTH: tl.constexpr,
+    request_ptr,
+    position_ptr,
+    D: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
 ):
     """Write the rows of tokens to their rings, but for those that a later token writes over."""
     m_t = o_t < num_tokens
     state_row = tl.load(state_slot_ptr + o_t, mask=m_t, other=-1).to(tl.int64)
+    state_row = find_row(state_row, request_ptr, position_ptr, o_t, m_t, STATE_BLOCK)
     o_later = o_t + STATE_BLOCK
-    later = tl.load(state_slot_ptr + o_later, mask=o_later < num_tokens, other=-1).to(tl.int64)
+    m_later = o_later < num_tokens
+    later = tl.load(state_slot_ptr + o_later, mask=m_later, other=-1).to(tl.int64)
+    later = find_row(later, request_ptr, position_ptr, o_later, m_later, STATE_BLOCK)
     m_row = ((state_row >= 0) & (later != state_row))[:, None]
+    WIDTH: tl.constexpr = 2 * D if score_ptr is None else D
     o_s = tl.arange(0, WIDTH)[None, :]
     o_row = (state_row // STATE_BLOCK) * stride_state_b + (state_row % STATE_BLOCK) * stride_state_r
-    b_row = tl.load(input_ptr + (o_t.to(tl.int64) * stride_input_t)[:, None] + o_s, mask=m_row)
+    o_input = (o_t.to(tl.int64) * stride_input_t)[:, None]
+    b_row = tl.load(input_ptr + o_input + o_s, mask=m_row)
     tl.store(state_ptr + o_row[:, None] + o_s, b_row, mask=m_row)
+    if score_ptr is not None:
+        b_row = tl.load(score_ptr + o_input + o_s, mask=m_row)
+        tl.store(state_ptr + D + o_row[:, None] + o_s, b_row, mask=m_row)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def low_ratio_keys_kernel(
     latent_ptr,  # [rows, D] bf16
     token_ptr,  # [rows] int32, the token of each latent, or -1
-    input_ptr,  # [T, 2·D] fp32, RATIO 2
+    input_ptr,  # [T, 2·D] fp32, RATIO 2; with score_ptr [T, D]
+    score_ptr,  # [T, D] fp32 or None, RATIO 2
     state_ptr,  # [blocks, STATE_BLOCK, 2·D] fp32, RATIO 2, written
     wk_ptr,  # [KEY, D] bf16
     key_weight_ptr,  # [KEY]
@@ -100,6 +114,7 @@ def low_ratio_keys_kernel(
     index_cache_ptr,  # uint8 [pages, page bytes]
     position_ptr,  # [T]
     state_slot_ptr,  # [T], RATIO 2
+    request_ptr,  # [T] or None, RATIO 2
     index_slot_ptr,  # [T]
     num_rows,
     num_tokens,
@@ -117,6 +132,7 @@ def low_ratio_keys_kernel(
     INDEX_PAGE: tl.constexpr,
     INDEX_FORMAT: tl.constexpr,
     IS_SPLIT_TABLE: tl.constexpr,
+    ROUNDING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -138,18 +154,25 @@ def low_ratio_keys_kernel(
                 o_t,
                 num_tokens,
                 input_ptr,
+                score_ptr,
                 stride_input_t,
                 state_ptr,
                 stride_state_b,
                 stride_state_r,
                 state_slot_ptr,
-                2 * D,
+                request_ptr,
+                position_ptr,
+                D,
                 STATE_BLOCK,
             )
         return
     o_m = i_n * BLOCK_M + tl.arange(0, BLOCK_M)
     token = tl.load(token_ptr + o_m, mask=o_m < num_rows, other=-1)
     m_token = token >= 0
+    if request_ptr is not None:  # noqa: SIM102 (a constant)
+        # where every token may begin a chunk most tiles are empty
+        if tl.max(token, axis=0) < 0:
+            return
     slot = tl.load(index_slot_ptr + token, mask=m_token, other=-1).to(tl.int64)
     position = tl.load(position_ptr + token, mask=m_token, other=RATIO - 1).to(tl.int32)
     o_n, o_k = tl.arange(0, KEY), tl.arange(0, BLOCK_K)
@@ -178,4 +201,5 @@ def low_ratio_keys_kernel(
         KEY,
         INDEX_PAGE,
         INDEX_FORMAT,
+        ROUNDING,
     )

@@ -31,10 +31,14 @@ def store_record(
     page_ptr = cache.ptr + i_page * cache.stride_p
     i_slot = (slot % PAGE).to(tl.int32)
     # Every engine quantises V4's main rows from bf16; the indexer's rows sglang takes in fp32. The
-    # two formats of V4.1 alone are taken from fp32, behind a latent of bf16.
+    # two formats of V4.1 alone are taken from fp32, behind a latent of bf16. The main rows of
+    # sglang's V4.1 have been NVFP4 before they become fp8.
     IS_FP32: tl.constexpr = FORMAT == "mxfp8_rows" or FORMAT == "nvfp4_rows"
-    if not IS_FP32 and (D == 512 or ROUNDING == "vllm"):
+    IS_V41: tl.constexpr = ROUNDING == "sglang_v41"
+    if not IS_FP32 and (D == 512 or ROUNDING == "vllm" or IS_V41):
         b_x = round_bf16(b_x)
+    if IS_V41 and D == 512:
+        b_x = round_nvfp4(b_x, D)
     if FORMAT == "mxfp8_rows":
         store_mxfp8_row(b_x, page_ptr + i_slot * (D + D // 32), D)
     elif FORMAT == "nvfp4_rows":
@@ -112,14 +116,39 @@ def store_mxfp8_row(b_x, row_ptr, D: tl.constexpr):
 
 
 @triton.jit
-def store_nvfp4_row(b_x, row_ptr, D: tl.constexpr):
-    """D/2 bytes of e2m1 pairs, then one e4m3 scale per 16 channels: amax / 6 within e4m3's range,
-    with no scale of the row."""
+def scale_nvfp4(b_x, D: tl.constexpr):
+    """(values in units [D/16, 16], units as wide, their e4m3 codes [D/16])."""
     b_g = tl.reshape(b_x, (D // 16, 16))
     b_scale = tl.max(tl.abs(b_g), axis=1) * (1.0 / 6.0)
     b_scale = encode_e4m3(tl.minimum(tl.maximum(b_scale, 2.0**-9), 448.0), False)
     b_unit = tl.broadcast_to(decode_e4m3(b_scale)[:, None], (D // 16, 16))
-    b_code = encode_e2m1(tl.reshape(tl.div_rn(b_g, b_unit), (D,)), True)
+    return tl.div_rn(b_g, b_unit), b_unit, b_scale
+
+
+@triton.jit
+def round_e2m1(b_y):
+    """fp32 values as e2m1 has them, ties to the even code; magnitudes above 6 saturate, and a zero
+    keeps the sign of another value alone."""
+    b_a = tl.minimum(tl.abs(b_y), 6.0)
+    # where one unit of the last place is the step between codes
+    b_big = tl.where(b_a < 2.0, 1.5 * 2.0**22, tl.where(b_a < 4.0, 1.5 * 2.0**23, 1.5 * 2.0**24))
+    b_a = (b_a + b_big) - b_big
+    return b_a * tl.where(b_y < 0.0, -1.0, 1.0)
+
+
+@triton.jit
+def round_nvfp4(b_x, D: tl.constexpr):
+    """A row's values as NVFP4 has them, in fp32; each is one of bf16 too."""
+    b_y, b_unit, _ = scale_nvfp4(b_x, D)
+    return tl.reshape(round_e2m1(b_y) * b_unit, (D,))
+
+
+@triton.jit
+def store_nvfp4_row(b_x, row_ptr, D: tl.constexpr):
+    """D/2 bytes of e2m1 pairs, then one e4m3 scale per 16 channels: amax / 6 within e4m3's range,
+    with no scale of the row."""
+    b_y, _, b_scale = scale_nvfp4(b_x, D)
+    b_code = encode_e2m1(tl.reshape(b_y, (D,)), True)
     b_low, b_high = tl.split(tl.reshape(b_code, (D // 2, 2)))
     tl.store(row_ptr + tl.arange(0, D // 2), b_low | (b_high << 4))
     tl.store(row_ptr + D // 2 + tl.arange(0, D // 16), b_scale)
@@ -198,13 +227,23 @@ def store_indexer_fp8_ue8m0(b_x, page_ptr, i_slot, D: tl.constexpr, PAGE: tl.con
 
 @triton.jit
 def quantise_indexer_mxfp4(b_x, D: tl.constexpr, ROUNDING: tl.constexpr):
-    """D/2 bytes of e2m1 pairs, the even channel in the low nibble, and one UE8M0 byte per 32."""
+    """D/2 bytes of e2m1 pairs, the even channel in the low nibble, and one UE8M0 byte per 32.
+
+    Those of sglang's V4.1 are quantised twice, the second time with scales of at least 2^-13.
+    """
     G: tl.constexpr = D // 32
     FLOOR: tl.constexpr = 1e-4 if ROUNDING == "sglang" else 6.0 * 2.0**-126
     b_g = tl.reshape(b_x, (G, 32))
     b_amax = tl.maximum(tl.max(tl.abs(b_g), axis=1), FLOOR)
     b_k = ceil_log2_ratio(b_amax, 0x400000, 2)  # [G]; the largest magnitude is 1.5 · 2^2
-    b_code = encode_e2m1(b_g * exp2_int(-b_k)[:, None], ROUNDING != "sglang")
+    b_y = b_g * exp2_int(-b_k)[:, None]
+    if ROUNDING == "sglang_v41":
+        # a largest magnitude of 3 steps is 6 of the smaller scale
+        b_k2 = tl.maximum(b_k - (b_amax * exp2_int(-b_k) < 3.5).to(tl.int32), -13)
+        b_y = round_e2m1(b_y) * exp2_int(b_k - b_k2)[:, None]
+        b_y = tl.where(tl.abs(b_y) > 0.25, b_y, 0.0)  # whose zeros have no sign
+        b_k = b_k2
+    b_code = encode_e2m1(b_y, ROUNDING != "sglang")
     b_low, b_high = tl.split(tl.reshape(b_code, (D // 2, 2)))
     return b_low | (b_high << 4), (b_k + 127).to(tl.uint8)
 

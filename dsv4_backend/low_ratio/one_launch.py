@@ -14,8 +14,7 @@ def bind(row: KernelPath, spec: Spec, target: Target) -> LowRatioRun:
     launch = variant.launch(layer=LAYER, plan=PLAN).launch
 
     def run(call: LowRatioCall, plan: LowRatioStep) -> None:
-        launch(
-            (plan.num_tokens, 2, 1), input_ptr=call.kv_score, layer=call.packed, plan=plan.packed
-        )
+        tensors = {"input_ptr": call.kv_score, "score_ptr": call.score}
+        launch((plan.num_tokens, 2, 1), layer=call.packed, plan=plan.packed, **tensors)
 
     return run

@@ -17,6 +17,8 @@ def bind(row: KernelPath, spec: LowRatioStepSpec, target: Target) -> LowRatioRun
 def step(call: LowRatioCall, plan: LowRatioStep) -> None:
     """Make and store the records of every group that ends, then write the state rows."""
     layer, state, kv_score = call.layer, call.state, call.kv_score
+    if call.score is not None:
+        kv_score = torch.cat((kv_score, call.score), 1)
     spec, ring_rows = layer.spec, 1 if state is None else state.shape[1]
     ends = list(plan.group_ends(ring_rows))
     if ends:

@@ -23,6 +23,7 @@ def bind(row: KernelPath, spec: Spec, target: Target) -> LowRatioRun:
             "latent_ptr": kv_score.new_empty(rows, LATENT_DIM, dtype=torch.bfloat16),
             "token_ptr": kv_score.new_empty(rows, dtype=torch.int32),
             "input_ptr": kv_score,
+            "score_ptr": call.score,
             "layer": call.packed,
             "plan": plan.packed,
         }

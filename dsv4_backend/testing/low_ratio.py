@@ -46,18 +46,24 @@ FORMATS = (
     *(("nvfp4_rows", "indexer_fp8_ue8m0"), ("bf16_rows", "indexer_fp8_tiles")),
 )
 """Main and index formats that engines use together, and all others once."""
+SGLANG: tuple[str, str, int, str] = ("fp8_ds_mla", "indexer_mxfp4", 32, "sglang_v41")
+"""sglang's, for `make_spec`."""
 
 
 def make_spec(
-    ratio: int, main: str = "fp8_ds_mla", index: str = "indexer_fp8", page_tokens: int = 32
+    ratio: int,
+    main: str = "fp8_ds_mla",
+    index: str = "indexer_fp8",
+    page_tokens: int = 32,
+    rounding: str = "vllm",
 ) -> LowRatioSpec:
-    """As vLLM keeps them."""
-    given: dict[str, Any] = {"page_tokens": page_tokens, "rounding": "vllm", "fp8": "ocp"}
+    """As the engine that is named keeps them."""
+    given: dict[str, Any] = {"page_tokens": page_tokens, "rounding": rounding, "fp8": "ocp"}
     return LowRatioSpec(
         compress_ratio=ratio,
         main=RecordSpec(cache_format=main, **given),  # type: ignore[arg-type]
         index=RecordSpec(cache_format=index, **given),  # type: ignore[arg-type]
-        rope_layout="split",
+        rope_layout="split" if rounding == "vllm" else "interleaved",
         eps=1e-20,
     )
 
@@ -101,6 +107,7 @@ class LowRatioEngine:
     """Rings, caches and addressing of one compressor for a few requests.
 
     State rows start as NaN and cache bytes as ``POISON``: whatever reads or writes too much shows.
+    Plans and calls are those of the engine whose rounding the spec has.
 
     Attributes:
         requests: of which each has a ring; ring 0 is nobody's, as in vLLM.
@@ -115,9 +122,11 @@ class LowRatioEngine:
     state: torch.Tensor | None = field(init=False)
     caches: tuple[torch.Tensor, torch.Tensor] = field(init=False)
     slot_of: torch.Tensor = field(init=False)
+    is_sglang: bool = field(init=False)
 
     def __post_init__(self) -> None:
         spec, g = self.spec, torch.Generator().manual_seed(3)
+        self.is_sglang = spec.main.rounding == "sglang_v41"
         groups = self.longest // spec.compress_ratio + 1
         self.state = None
         if spec.compress_ratio == 2:  # rings are further apart than their rows
@@ -144,7 +153,14 @@ class LowRatioEngine:
         ]
         pad, lengths = [-1] * padding, [end - start for _, start, end in chunks]
         given: dict[str, Any] = {}
-        if ratio == 2:
+        if ratio == 2 and self.is_sglang:
+            # any number above 0 is a token's; of padding the request may be a live one
+            requests = [n + 1 for n, _ in tokens] + [1] * padding
+            live = torch.tensor([1] * len(tokens) + [0] * padding)
+            given = {"state_slots": live, "requests": torch.tensor(requests)}
+            if known:
+                given["query_starts"] = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        elif ratio == 2:
             starts = torch.tensor([0, *lengths, *[0] * padding]).cumsum(0).int()
             rows = [(n + 1) * self.ring_rows + p % self.ring_rows for n, p in tokens]
             given = {"state_slots": torch.tensor(rows + pad), "query_starts": starts}
@@ -157,7 +173,10 @@ class LowRatioEngine:
         )
 
     def call(self, layer: LowRatioLayer, rows: torch.Tensor) -> LowRatioCall:
-        return LowRatioCall(layer, rows, self.state, *self.caches)
+        if not self.is_sglang or self.state is None:
+            return LowRatioCall(layer, rows, self.state, *self.caches)
+        kv, score = (half.contiguous() for half in rows.chunk(2, 1))
+        return LowRatioCall(layer, kv, self.state, *self.caches, score)
 
 
 def to_device(call: LowRatioCall, device: torch.device) -> LowRatioCall:
@@ -174,7 +193,8 @@ def to_device(call: LowRatioCall, device: torch.device) -> LowRatioCall:
     rows, cache, index_cache = (
         x.to(device, copy=True) for x in (call.kv_score, call.cache, call.index_cache)
     )
-    return LowRatioCall(layer, rows, state, cache, index_cache)
+    score = None if call.score is None else call.score.to(device, copy=True)
+    return LowRatioCall(layer, rows, state, cache, index_cache, score)
 
 
 def compare(
@@ -192,6 +212,7 @@ def compare(
     compress_low_ratio_(
         *(moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache),
         move_plan(plan, device),
+        score=moved.score,
         target=target,
         selection=selection,
         launches=launches,
@@ -255,17 +276,20 @@ def serve(
     device: torch.device,
     selection: Selection[Any, Any] | None = None,
     adversarial: bool = False,
+    known: bool = True,
+    ring_rows: int = 8,
 ) -> float:
-    """The worst share of differing values in the steps of one engine."""
+    """The worst share of differing values in the steps of one engine; ``known`` as in
+    `LowRatioEngine.plan`."""
     longest = max(end for chunks in steps for _, _, end in chunks)
-    engine, layer = LowRatioEngine(spec, 3, longest), make_layer(spec, 5, CPU)
+    engine, layer = LowRatioEngine(spec, 3, longest, ring_rows), make_layer(spec, 5, CPU)
     histories = [make_history(spec, longest, 70 + n, adversarial) for n in range(3)]
     launches, worst = LowRatioLaunchCache(), 0.0
     for chunks in steps:
         rows = torch.cat([histories[n][a:b] for n, a, b in chunks])
         rows = torch.cat([rows, torch.full((2, spec.row_width), torch.nan)])
         call = engine.call(layer, rows)
-        plan = engine.plan(chunks)
+        plan = engine.plan(chunks, known=known)
         worst = max(worst, compare(engine, call, plan, target, device, selection, launches))
     return worst
 
@@ -278,6 +302,8 @@ def check_cases(path: KernelPath) -> dict[str, Callable[[Target, torch.device], 
         for main, index in FORMATS:
             spec = make_spec(ratio, main, index)
             found[f"ratio {ratio}, {main}, {index}"] = functools.partial(_run, path, spec, steps)
+        spec = make_spec(ratio, *SGLANG)
+        found[f"ratio {ratio}, sglang's"] = functools.partial(_run, path, spec, steps)
         spec = make_spec(ratio)
         found[f"ratio {ratio}, adversarial"] = functools.partial(_run, path, spec, steps, True)
     return found

@@ -149,8 +149,9 @@ class TimedLowRatio:
         """The operator on these tensors, as an adapter calls it."""
         call, plan, launches = self.call, self.step_plan, self.launches
         tensors = (call.layer, call.kv_score, call.state, call.cache, call.index_cache)
+        chosen: dict[str, Any] = {"target": target, "selection": selection}
         return lambda: compress_low_ratio_(
-            *tensors, plan, target=target, selection=selection, launches=launches
+            *tensors, plan, score=call.score, launches=launches, **chosen
         )
 
     def floor_bytes(self) -> int:
@@ -159,47 +160,67 @@ class TimedLowRatio:
         call, plan = self.call, self.step_plan
         spec = call.layer.spec
         records = self.ends * (spec.main.record.record_bytes + spec.index.record.record_bytes)
-        moved = call.kv_score.nbytes + records + call.layer.key_projection.nbytes
+        rows = call.kv_score.nbytes + (0 if call.score is None else call.score.nbytes)
+        moved = rows + records + call.layer.key_projection.nbytes
         if call.state is None:
             return moved
-        row = spec.row_width * call.state.element_size()
+        row = call.state.shape[2] * call.state.element_size()
         if plan.longest == 1:
             return moved + (plan.num_tokens + self.ends) * row
         return moved + min(plan.num_tokens, plan.num_requests * call.state.shape[1]) * row
 
 
 def make_low_ratio(
-    ratio: int, positions: torch.Tensor, requests: torch.Tensor, main: str, index: str
+    ratio: int,
+    positions: torch.Tensor,
+    requests: torch.Tensor,
+    main: str,
+    index: str,
+    rounding: str = "vllm",
 ) -> TimedLowRatio:
     """A step of V4.1 for tokens at ``positions [T]`` of ``requests [T]``, which are in order, on
-    tensors as vLLM lays them out.
+    tensors as the engine whose rounding it is lays them out on Hopper. sglang stores nothing in
+    slot 0, and its rings are followed by rows of nobody.
 
     Args:
         main, index: the record formats.
     """
     device, tokens, count = positions.device, positions.shape[0], int(requests.max()) + 1
-    spec = low_ratio.make_spec(ratio, main, index, PAGE_TOKENS)
+    spec = low_ratio.make_spec(ratio, main, index, PAGE_TOKENS, rounding)
+    is_sglang = rounding == "sglang_v41"
     generator = torch.Generator(device).manual_seed(11)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
     is_end = (positions + 1) % ratio == 0
-    slots = torch.where(is_end, is_end.cumsum(0) - 1, -1)
-    pages = tokens // PAGE_TOKENS + 1
-    page_bytes = (-(-records.page_bytes // 576) * 576 for records in (spec.main, spec.index))
+    slots = torch.where(is_end, is_end.cumsum(0) - (0 if is_sglang else 1), -1)
+    pages = (tokens + is_sglang) // PAGE_TOKENS + 1
+    page_bytes = [-(-records.page_bytes // 576) * 576 for records in (spec.main, spec.index)]
+    if is_sglang:
+        page_bytes[1] = spec.index.page_bytes
     cache, index_cache = (
         torch.zeros(pages, size, dtype=torch.uint8, device=device) for size in page_bytes
     )
-    state, given = None, {}
-    if ratio == 2:
+    state, score, given = None, None, {}
+    kv_score, longest = normal(tokens, spec.row_width), int(torch.bincount(requests).max())
+    if ratio == 2 and is_sglang:
+        ring_rows = 2 if longest != 3 else 4  # of three verified tokens
+        state = normal(count + 1, ring_rows, spec.row_width)[:count]
+        kv_score, score = (half.contiguous() for half in kv_score.chunk(2, 1))
+        given = {"state_slots": torch.ones_like(slots), "requests": requests}
+        if longest > ring_rows:
+            starts = torch.searchsorted(requests, torch.arange(count, device=device))
+            given["query_starts"] = starts.int()
+    elif ratio == 2:
         state = normal(count + 1, RING_ROWS, spec.row_width)
         starts = torch.searchsorted(requests, torch.arange(count + 1, device=device))
         state_slots = (requests + 1) * RING_ROWS + positions % RING_ROWS
         given = {"state_slots": state_slots, "query_starts": starts.int()}
     layer = low_ratio.make_layer(spec, device=device, positions=POSITIONS)
-    call = LowRatioCall(layer, normal(tokens, spec.row_width), state, cache, index_cache)
-    longest = int(torch.bincount(requests).max())
+    if is_sglang and ratio == 1:
+        kv_score = kv_score.bfloat16()
+    call = LowRatioCall(layer, kv_score, state, cache, index_cache, score)
     plan = LowRatioStep(positions, slots, slots.clone(), **given, longest=longest)
     return TimedLowRatio(call, plan, int(is_end.sum()))
 

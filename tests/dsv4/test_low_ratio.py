@@ -43,6 +43,28 @@ def test_every_path_writes_the_definitions_bytes(path, ratio, formats) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("ring_rows", [2, 4, 8])
+@pytest.mark.parametrize("known", [False, True])
+def test_every_path_writes_sglangs_bytes(path, ratio, ring_rows, known) -> None:
+    """Prompts longer than its rings, which have 2 rows, or 4 and 8 where drafts are verified."""
+    most = ring_rows - 1
+    steps = kit.LONG_CHUNKS
+    if path.max_longest:
+        known = True
+        steps = [
+            [(n, begin, min(begin + most, end))]
+            for chunks in kit.CHUNKS
+            for n, start, end in chunks
+            for begin in range(start, end, most)
+        ]
+    chosen = forced(TABLES, TARGET, None, path)
+    spec = kit.make_spec(ratio, *kit.SGLANG)
+    served = kit.serve(spec, steps, TARGET, DEVICE, chosen, False, known, ring_rows)
+    assert served <= kit.ALLOWED
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 def test_scores_and_magnitudes_far_apart(path) -> None:
     steps = kit.CHUNKS if path.max_longest else kit.LONG_CHUNKS
     chosen = forced(TABLES, TARGET, None, path)
@@ -155,7 +177,7 @@ def given(ratio: int = 2) -> tuple[tuple[object, ...], LowRatioStep]:
         (2, {1: lambda x: x.bfloat16()}, "kv_score must have dtype float32"),
         (2, {1: lambda x: x[:3]}, "kv_score must have at least 8 rows"),
         (2, {2: lambda x: None}, "state must be a tensor for ratio 2"),
-        (2, {2: lambda x: x[:, :4]}, "state must have rings of at least 8 rows, got 4"),
+        (2, {2: lambda x: x[:, :1]}, "state must have rings of at least 2 rows, got 1"),
         (2, {4: lambda x: x[:, :64]}, "index_cache must have pages of at least"),
         (1, {2: lambda x: torch.zeros(2, 8, 512)}, "state must be None for ratio 1"),
     ],

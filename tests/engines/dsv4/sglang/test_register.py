@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
 from backend_core.engines import sglang_flag
-from backend_core.strict import FallbackError
 from dsv4_backend.engines import sglang
 from dsv4_backend.engines.sglang_compressor import FusedStep
 from tests.engines.dsv4.sglang.harness import STEP, Served, make_runner, server_args
@@ -67,24 +65,6 @@ def test_the_log_says_once_which_path_serves_a_kind(log_lines: list[str]) -> Non
     lines = [line for line in log_lines if "DeepSeek-V4's compressors" in line]
     assert len(lines) == 1
     assert "512 channels and ratio 4 (fp8_ds_mla) on cpu" in lines[0]
-
-
-def test_deepseek_v41_is_left_to_sglang_and_it_is_said_once(
-    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dsv4_backend.engines import sglang_compressor
-
-    backend = Served("indexer_fp8", flag=None).backend
-    backend.low_ratios = (1, 2)  # as sglang's backend has them of a V4.1
-    before = dict(vars(backend))
-    for _ in range(2):  # the backends of two devices, or of drafts
-        sglang_compressor.install(backend)
-    assert vars(backend) == before
-    lines = [line for line in log_lines if "of DeepSeek-V4.1, of ratio 1 and 2, stay" in line]
-    assert len(lines) == 1 and "NVFP4" in lines[0]
-    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-    with pytest.raises(FallbackError, match=r"DeepSeek-V4\.1"):
-        sglang_compressor.install(backend)
 
 
 def test_a_deepseek_v4_asked_for_as_kda_is_reported(log_lines: list[str]) -> None:
