@@ -62,6 +62,7 @@ def _link(file: Path) -> str:
 _MLA = "MLA decode where it was measured to be faster"
 _MLA_SGLANG = f"{_MLA}, with `--page-size 64`; CPU"
 _ATTENTION = "[attention](families/mla.md) where it was measured to be faster"
+_ATTENTION_V41 = f"{_ATTENTION}; 0.33, CPU"
 _SGLANG_V41 = "compressor, 0.5.23; CPU"
 _SGLANG_V4 = f"compressor; {_ATTENTION}, 0.5.23; CPU"
 MODELS = f"""
@@ -75,7 +76,7 @@ MODELS = f"""
 | Ling-V3 | KDA layers; CPU | {_of_sglang("ling_3_tiny")} |
 | DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}; CPU | {_MLA_SGLANG} |
 | DeepSeek-V4 | [compressor](families/dsv4.md); {_ATTENTION}, CPU | {_SGLANG_V4} |
-| DeepSeek-V4.1 | [compressor](families/dsv4.md#deepseek-v41); {_ATTENTION}; 0.33, CPU | {_SGLANG_V41} |
+| DeepSeek-V4.1 | [compressor](families/dsv4.md#deepseek-v41); {_ATTENTION_V41} | {_SGLANG_V41} |
 
 *CPU*: contract tests run with the releases' own wheels on a CPU; no GPU has served the whole model
 with this package.
