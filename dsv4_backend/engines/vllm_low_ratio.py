@@ -286,7 +286,8 @@ def _plan(
 
 
 class MetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
-    """vLLM's metadata with the longest chunk, and room for the step's plans."""
+    """vLLM's metadata with the longest chunk, ring slots that padding has none of, and room for the
+    step's plans."""
 
     def build(
         self,
@@ -295,6 +296,9 @@ class MetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
         fast_build: bool = False,
     ) -> CompressorMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        # vLLM gives padding slots of the first request's ring, which its own kernels find out of
+        # all requests' bounds
+        metadata.slot_mapping[int(common_attn_metadata.query_start_loc_cpu[-1]) :] = -1
         # where drafts are verified adaptively the device alone knows which request has how many
         most_drafts = self.vllm_config.num_speculative_tokens
         metadata.longest = max(common_attn_metadata.max_query_len, 1 + most_drafts)

@@ -177,7 +177,7 @@ class Served:
             torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
             torch.tensor([[n + 1] for n, _, _ in chunks], dtype=torch.int32),
             plan.slots,
-            num_actual_tokens=int(bounds[-1]),
+            num_actual_tokens=plan.num_tokens,  # padded, as the runner says
             positions=plan.positions,
         )
         return records | {rings.prefix: builder.build(0, common)}, plan
