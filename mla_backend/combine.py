@@ -58,6 +58,15 @@ def combine_triton(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.T
     )
 
 
+def slot_rows(rows: int) -> int:
+    """Rows of a slot of partial results on Hopper, for a tile of ``rows`` query rows.
+
+    One more than those, where a prefix's slot of 64 leaves room: the L2 cache is slower to serve
+    slots that are a power of two of bytes apart.
+    """
+    return rows + 1 if rows < 64 else rows
+
+
 def combine_sm90(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
     """One launch of the CUDA kernel, placed while the main kernel runs."""
     prefix = x.plan.prefix
@@ -74,7 +83,7 @@ def combine_sm90(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Ten
         sinks=0 if x.sinks is None else x.sinks.data_ptr(),
         requests=x.plan.requests,
         rows=x.spec.query_rows,
-        partial_rows=x.spec.query_rows,
+        partial_rows=slot_rows(x.spec.query_rows),
         heads=x.spec.num_heads,
     )
     # one CTA per 64 channels of a row where that is not too many, else enough to fill the GPU

@@ -89,8 +89,8 @@ def decode(x: MlaInputs, scratch: Scratch) -> None:
                 f" {list(tensor.stride())} at address {tensor.data_ptr():#x}"
             )
     plan, prefix, rows = x.plan, x.plan.prefix, x.spec.query_rows
-    # a slot of a prefix has 64 rows, one of a request the request's
-    reserved = rows if prefix is None else PREFIX_ROWS
+    slot_rows = combine.slot_rows(rows)
+    reserved = slot_rows if prefix is None else PREFIX_ROWS
     partial_out, partial_lse = scratch.reserve(plan.num_slots, reserved, LATENT_DIM)
     row_tiles = -(-rows // 64)
     latent, latent_pieces = _maps(kv_latent)
@@ -127,7 +127,7 @@ def decode(x: MlaInputs, scratch: Scratch) -> None:
         work=plan.work.data_ptr(),
         num_splits=plan.num_splits.data_ptr(),
         tiles=0 if prefix is None else prefix.tiles.data_ptr(),
-        partial_rows=rows,
+        partial_rows=slot_rows,
         prefetch_safe=x.pdl_prefetch_safe,
     )
     kernel = _kernel(min(rows, 64), row_tiles == 1)  # then nobody else reads the keys
