@@ -20,25 +20,25 @@ static constexpr int MOST = 160;      // splits of a row
 static constexpr int TILE_ROWS = 64;  // of a slot of a shared prefix
 static constexpr int MANY = 528;      // rows, of which a warp each has one: half a GPU's warps of this kernel
 
-// The splits of a row: those of the shared prefix, then its own.
+// The splits of a row: those of the shared prefix, then its own. Split n's partial row is n times as far behind
+// the first as a slot has rows.
 struct Splits {
-    int prefix, own, count, prefix_slot, own_slot, prefix_row, row;
-    __device__ __forceinline__ Splits(const Params& p, int request, int r) : row(r) {
-        own_slot = p.num_splits[request], own = p.num_splits[request + 1] - own_slot;
-        prefix = prefix_slot = prefix_row = 0;
+    int prefix, count, prefix_begin, own_begin, own_rows;
+    __device__ __forceinline__ Splits(const Params& p, int request, int r) : own_rows(p.partial_rows) {
+        const int own_slot = p.num_splits[request], own = p.num_splits[request + 1] - own_slot;
+        prefix = prefix_begin = 0;
         const int shared = p.prefix_tile ? p.prefix_tile[request] : -1;
         if (shared >= 0) {
             // rows of a tile beyond its own are in the next one
             const int number = p.prefix_row[request] + r;
-            const int at = shared + number / TILE_ROWS;
-            prefix_row = number % TILE_ROWS;
-            prefix_slot = p.num_splits[at], prefix = p.num_splits[at + 1] - prefix_slot;
+            const int at = shared + number / TILE_ROWS, slot = p.num_splits[at];
+            prefix = p.num_splits[at + 1] - slot, prefix_begin = slot * TILE_ROWS + number % TILE_ROWS;
         }
+        own_begin = (own_slot - prefix) * own_rows + r;
         count = min(prefix + own, MOST);
     }
-    __device__ __forceinline__ i64 index(const Params& p, int split) const {
-        return split < prefix ? i64(prefix_slot + split) * TILE_ROWS + prefix_row
-                              : i64(own_slot + split - prefix) * p.partial_rows + row;
+    __device__ __forceinline__ i64 index(int split) const {
+        return split < prefix ? prefix_begin + split * TILE_ROWS : own_begin + split * own_rows;
     }
 };
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ float scale_splits(const Params& p, const Splits& row
 #pragma unroll
     for (int i = 0; i < MOST / 32; ++i) {
         const int split = i * 32 + lane;
-        scale[i] = split < row.count ? p.partial_lse[row.index(p, split)] : -INF;
+        scale[i] = split < row.count ? p.partial_lse[row.index(split)] : -INF;
         top = fmaxf(top, scale[i]);
     }
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ __forceinline__ void combine_slice(const Params& p, int item) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
         if (i * WAYS + way < row.count)
-            x[i] = *reinterpret_cast<const float4*>(from + row.index(p, i * WAYS + way) * 512);
+            x[i] = *reinterpret_cast<const float4*>(from + row.index(i * WAYS + way) * 512);
     float scale[MOST / 32];
     const float all = scale_splits(p, row, r % p.heads, lane, scale);
     float4 y = make_float4(0, 0, 0, 0);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void combine_quarter(const Params& p, int item, int i
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
                 const int split = first + i * ways + way;
-                if (split < row.count) x[i] = *reinterpret_cast<const float4*>(from + row.index(p, split) * 512);
+                if (split < row.count) x[i] = *reinterpret_cast<const float4*>(from + row.index(split) * 512);
             }
         };
         load(0);  // while the scales are found
@@ -176,7 +176,7 @@ __device__ __forceinline__ void combine_row(const Params& p, int number) {
     const float* from = p.partial_out + lane * 4;
     float4 x[2][4], y[4];
     auto load = [&](int buffer, int split) {
-        const float* at = from + row.index(p, min(split, row.count - 1)) * 512;
+        const float* at = from + row.index(min(split, row.count - 1)) * 512;
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[buffer][e] = *reinterpret_cast<const float4*>(at + e * 128);
     };
