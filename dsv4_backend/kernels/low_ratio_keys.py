@@ -6,6 +6,7 @@ import triton.language as tl
 from backend_core.kernels.codecs import encode_e4m3, round_bf16
 from backend_core.kernels.pdl import pdl_begin, pdl_wait
 from backend_core.kernels.rope_hadamard import rotate_pairs
+from dsv4_backend.kernels.arguments import State
 from dsv4_backend.kernels.low_ratio import find_row
 from dsv4_backend.kernels.records import (
     four_ue8m0,
@@ -72,9 +73,7 @@ def write_ring_rows(
     input_ptr,
     score_ptr,
     stride_input_t,
-    state_ptr,
-    stride_state_b,
-    stride_state_r,
+    state,
     state_slot_ptr,
     request_ptr,
     position_ptr,
@@ -92,13 +91,13 @@ def write_ring_rows(
     m_row = ((state_row >= 0) & (later != state_row))[:, None]
     WIDTH: tl.constexpr = 2 * D if score_ptr is None else D
     o_s = tl.arange(0, WIDTH)[None, :]
-    o_row = (state_row // STATE_BLOCK) * stride_state_b + (state_row % STATE_BLOCK) * stride_state_r
+    o_row = (state_row // STATE_BLOCK) * state.stride_b + (state_row % STATE_BLOCK) * state.stride_r
     o_input = (o_t.to(tl.int64) * stride_input_t)[:, None]
     b_row = tl.load(input_ptr + o_input + o_s, mask=m_row)
-    tl.store(state_ptr + o_row[:, None] + o_s, b_row, mask=m_row)
+    tl.store(state.ptr + o_row[:, None] + o_s, b_row, mask=m_row)
     if score_ptr is not None:
         b_row = tl.load(score_ptr + o_input + o_s, mask=m_row)
-        tl.store(state_ptr + D + o_row[:, None] + o_s, b_row, mask=m_row)
+        tl.store(state.ptr + D + o_row[:, None] + o_s, b_row, mask=m_row)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -156,9 +155,7 @@ def low_ratio_keys_kernel(
                 input_ptr,
                 score_ptr,
                 stride_input_t,
-                state_ptr,
-                stride_state_b,
-                stride_state_r,
+                State(state_ptr, stride_state_b, stride_state_r),
                 state_slot_ptr,
                 request_ptr,
                 position_ptr,

@@ -261,6 +261,10 @@ CHUNKS: tuple[tuple[Chunk, ...], ...] = (
     ((2, 7, 12), (0, 12, 19)),
 )
 """Steps that a program per token can serve: decodes, drafts, chunks that begin inside a pair."""
+DECODES: tuple[tuple[Chunk, ...], ...] = tuple(
+    tuple((n, p, p + 1) for n in range(3)) for p in range(4)
+)
+"""Steps that it can serve whose rings have two rows."""
 LONG_CHUNKS: tuple[tuple[Chunk, ...], ...] = (
     ((0, 0, 9), (1, 0, 1), (2, 0, 17)),
     ((1, 1, 30), (0, 9, 10), (2, 17, 18)),
@@ -302,8 +306,10 @@ def check_cases(path: KernelPath) -> dict[str, Callable[[Target, torch.device], 
         for main, index in FORMATS:
             spec = make_spec(ratio, main, index)
             found[f"ratio {ratio}, {main}, {index}"] = functools.partial(_run, path, spec, steps)
-        spec = make_spec(ratio, *SGLANG)
-        found[f"ratio {ratio}, sglang's"] = functools.partial(_run, path, spec, steps)
+        spec, of_sglang = make_spec(ratio, *SGLANG), DECODES if path.max_longest else LONG_CHUNKS
+        found[f"ratio {ratio}, sglang's"] = functools.partial(
+            _run, path, spec, of_sglang, ring_rows=2
+        )
         spec = make_spec(ratio)
         found[f"ratio {ratio}, adversarial"] = functools.partial(_run, path, spec, steps, True)
     return found
@@ -314,7 +320,8 @@ def _run(
     spec: LowRatioSpec,
     steps: Sequence[Sequence[Chunk]],
     *rest: Any,
+    ring_rows: int = 8,
 ) -> float:
     *is_adversarial, target, device = rest
     chosen = forced(TABLES, target, None, path)
-    return serve(spec, steps, target, device, chosen, bool(is_adversarial))
+    return serve(spec, steps, target, device, chosen, bool(is_adversarial), ring_rows=ring_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,13 +116,14 @@ def test_slots_of_one_cache_may_be_left_out() -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("known", [False, True])
-def test_a_graph_replays_other_steps(ratio: int, known: bool) -> None:
+@pytest.mark.parametrize("formats", [(), kit.SGLANG], ids=["vllm", "sglang"])
+def test_a_graph_replays_other_steps(ratio: int, known: bool, formats: Any) -> None:
     """One batch is captured, and others of as many tokens are replayed: prompts where the host does
     not know the chunks, decodes and drafts where it does."""
     steps = (((0, 0, 3), (1, 0, 5)), ((0, 3, 8), (1, 5, 8)), ((1, 8, 11), (0, 8, 13)))
     if not known:
         steps = (((0, 0, 20), (1, 0, 12)), ((0, 20, 21), (1, 12, 43)), ((1, 43, 48), (0, 21, 48)))
-    spec = kit.make_spec(ratio)
+    spec = kit.make_spec(ratio, *formats)
     engine, layer = kit.LowRatioEngine(spec, 2, 48), kit.make_layer(spec, 5, CPU)
     histories = [kit.make_history(spec, 48, n) for n in range(2)]
     moved, graph, launches = None, torch.cuda.CUDAGraph(), LowRatioLaunchCache()
@@ -132,11 +134,15 @@ def test_a_graph_replays_other_steps(ratio: int, known: bool) -> None:
         if moved is None:
             moved, held = kit.to_device(call, DEVICE), move_plan(plan, DEVICE)
             tensors = (moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache)
-            warm_up_low_ratio(*tensors, held, launches=launches)
+            given = {"score": moved.score, "launches": launches}
+            warm_up_low_ratio(*tensors, held, **given)
             with torch.cuda.graph(graph):
-                compress_low_ratio_(*tensors, held, launches=launches)
-        moved.kv_score.copy_(rows)
-        for name in ("positions", "slots", "index_slots", "state_slots", "query_starts"):
+                compress_low_ratio_(*tensors, held, **given)
+        moved.kv_score.copy_(call.kv_score)
+        if moved.score is not None:
+            moved.score.copy_(call.score)
+        names = ("positions", "slots", "index_slots", "state_slots", "query_starts", "requests")
+        for name in names:
             if getattr(held, name) is not None:
                 getattr(held, name).copy_(getattr(plan, name))
         graph.replay()

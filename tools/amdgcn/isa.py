@@ -16,8 +16,8 @@ _READS_VCC = ("v_div_fmas_f32", "s_cbranch_vccz", "s_cbranch_vccnz")
 # Vector instructions with a second target.
 _TWO_TARGETS = (
     "v_add_co_u32", "v_addc_co_u32", "v_sub_co_u32", "v_subb_co_u32", "v_subrev_co_u32",
-    "v_mad_u64_u32", "v_mad_i64_i32", "v_div_scale_f32", "v_permlane16_swap_b32",
-    "v_permlane32_swap_b32",
+    "v_subbrev_co_u32", "v_mad_u64_u32", "v_mad_i64_i32", "v_div_scale_f32",
+    "v_permlane16_swap_b32", "v_permlane32_swap_b32",
 )  # fmt: skip
 
 

@@ -324,6 +324,11 @@ def test_a_subtraction_from_the_second_source_borrows() -> None:
     wave = run("v_subrev_co_u32_e32 v2, vcc, 5, v1", v1=np.arange(64, dtype="u4"))
     np.testing.assert_array_equal(wave.u[2], np.arange(64, dtype="u4") - np.uint32(5))
     assert wave.s64(106) == 0b11111
+    lines = "v_subrev_co_u32_e32 v2, vcc, 5, v1", "v_subbrev_co_u32_e32 v3, vcc, 0, v1, vcc"
+    wave = run(*lines, v1=np.arange(64, dtype="u4"))
+    borrows = (np.arange(64) < 5).astype("u4")
+    np.testing.assert_array_equal(wave.u[3], np.arange(64, dtype="u4") - borrows)
+    assert wave.s64(106) == 1
 
 
 def test_halves_of_registers() -> None:

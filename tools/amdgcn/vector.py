@@ -193,7 +193,7 @@ def _carry(instruction: Instruction, operands: list[Operand], modifiers: dict[st
     name = instruction.operation
     target, out, *sources = operands
     a, b = (reader(x, "u") for x in sources[:2])
-    if name.startswith("v_subrev_"):
+    if name.startswith(("v_subrev_", "v_subbrev_")):
         a, b = b, a
     takes_carry = name in ("v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32")
     is_sum = name.startswith("v_add")
@@ -313,6 +313,7 @@ _SPECIAL: dict[str, Callable[[Instruction, list[Operand], dict[str, str]], Run]]
     "v_sub_co_u32": _carry,
     "v_subrev_co_u32": _carry,
     "v_subb_co_u32": _carry,
+    "v_subbrev_co_u32": _carry,
     "v_mad_u64_u32": _mad64,
     "v_mad_i64_i32": _mad64,
     "v_div_scale_f32": _div_scale,
