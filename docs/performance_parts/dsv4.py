@@ -41,28 +41,37 @@ def compressor() -> list[str]:
             " decodes of more than 64 requests to them.",
         ),
         *_split_channels(),
-        *_low_ratio(),
+        *_low_ratio(
+            "vLLM",
+            "dsv4_low_ratio_h200.json",
+            ("vllm", "vllm_two_streams"),
+            "'s four launches over it, on one stream and on the two that vLLM uses on CUDA. A draft"
+            " has four tokens. Records of 4 bits have no peer on Hopper.",
+        ),
+        *_low_ratio(
+            "sglang",
+            "dsv4_low_ratio_sglang_h200.json",
+            ("sglang",),
+            "'s own step behind its projections over it, both with sglang's roundings.",
+        ),
     ]
 
 
-def _low_ratio() -> list[str]:
-    """DeepSeek-V4.1's compressors with the records that vLLM keeps on Hopper."""
-    name = "dsv4_low_ratio_h200.json"
+def _low_ratio(engine: str, name: str, peers: tuple[str, ...], what: str) -> list[str]:
+    """DeepSeek-V4.1's compressors with the records that an engine keeps on Hopper."""
     report = load(name)
     times: dict[tuple[str, str], dict[str, str]] = {}
     for row in report["rows"]:
-        if row["main"] == "fp8_ds_mla" and row.get("vllm_gpu_ms"):
+        if row["main"] == "fp8_ds_mla" and row.get(f"{peers[0]}_gpu_ms"):
             ours = row["ours_gpu_ms"]
-            ratios = (row[f"{peer}_gpu_ms"] / ours for peer in ("vllm", "vllm_two_streams"))
+            ratios = (row[f"{peer}_gpu_ms"] / ours for peer in peers)
             cell = ", ".join((us(ours), *(f"{ratio:.2f}×" for ratio in ratios)))
             times.setdefault((row["phase"], f"{row['n']:,}"), {})[f"ratio {row['ratio']}"] = cell
     return [
         "",
-        *section("DeepSeek-V4.1's compressors beside vLLM", report, name),
+        *section(f"DeepSeek-V4.1's compressors beside {engine}", report, name),
         "",
-        f"Times of a step in µs, and those of vLLM {report['vllm']}'s four launches over it, on one"
-        " stream and on the two that vLLM uses on CUDA. A draft has four tokens. Records of 4 bits"
-        " have no peer on Hopper.",
+        f"Times of a step in µs, and those of {engine} {report[engine.lower()]}{what}",
         "",
         *by_size(["phase", "requests or tokens"], times),
     ]
