@@ -46,7 +46,7 @@ from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_u
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.contract.sparse_mla import NamedRows
 from mla_backend.launch_params import TABLES
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.sparse_mla import SparseMlaSelection, selection_for, sparse_mla
 from mla_backend.spec_sparse_mla import SparseMlaSpec
 from mla_backend.testing import sparse_mla_cases as cases
@@ -186,7 +186,7 @@ class DecodeCase:
         chosen = selection_of(spec, variant)
         out = torch.full_like(self.q, math.nan)
         lse = torch.full(self.q.shape[:3], math.nan, device="cuda")
-        scratch = Scratch(out.device)
+        scratch = SplitScratch(out.device)
         self.result = (out, lse)
 
         def call(own: torch.Tensor, extra: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ from mla_backend.api import mla_decode, select_mla_decode
 from mla_backend.decode import MlaRun
 from mla_backend.launch_params import TABLES
 from mla_backend.plan import MlaPlanner
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.spec import MlaSpec
 from mla_backend.testing import cases
 
@@ -133,7 +133,7 @@ class Ours:
 
     def __init__(self, path: str | None = None, *, search: bool = False, **params: Any) -> None:
         self._path, self._search, self._params = path, search, params
-        self._scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
+        self._scratch = SplitScratch(torch.device("cuda", torch.cuda.current_device()))
 
     def __call__(self, case: Case) -> list[Call]:
         selection = selection_of(MlaSpec(case.heads, PAGE), self._path, **self._params)

@@ -12,9 +12,9 @@ from mla_backend.contract.mla_decode import MlaInputs, check_mla_decode, split_c
 from mla_backend.contract.sparse_mla import token_stride
 from mla_backend.decode import MlaRun
 from mla_backend.launch_params import TABLES
-from mla_backend.scratch import Scratch, scratch_of_call
+from mla_backend.scratch import SplitScratch, scratch_of_call
 from mla_backend.spec import MlaSpec
-from mla_backend.step_plan import StepPlan
+from mla_backend.step_plan import MlaPlan
 
 
 def select_mla_decode(
@@ -46,7 +46,7 @@ def mla_decode(
     kv_latent: torch.Tensor,
     kv_rope: torch.Tensor,
     block_table: torch.Tensor,
-    plan: StepPlan,
+    plan: MlaPlan,
     selection: Selection[MlaSpec, MlaRun],
     *,
     scale: float,
@@ -54,7 +54,7 @@ def mla_decode(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    scratch: Scratch | None = None,
+    scratch: SplitScratch | None = None,
     pdl_prefetch_safe: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one step's queries to a paged latent cache (MLA in its absorbed form).

@@ -1,4 +1,4 @@
-"""Scratch memory for the splits of a step."""
+"""SplitScratch memory for the splits of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from backend_core.launch.streams import StreamOrder
 
 
-class Scratch:
+class SplitScratch:
     """Partial outputs and their log-sum-exp, grown to the largest plan and kept.
 
     One serves all layers of a model, which run one after another on one stream; calls on two
@@ -47,15 +47,15 @@ class Scratch:
         return sum(x.nbytes for x in (self._out, self._lse, *self._outgrown))
 
 
-_shared: dict[torch.device, Scratch] = {}
+_shared: dict[torch.device, SplitScratch] = {}
 
 
-def shared_scratch(device: torch.device) -> Scratch:
+def shared_scratch(device: torch.device) -> SplitScratch:
     """The device's own, for calls that bring none."""
-    return _shared.setdefault(device, Scratch(device))
+    return _shared.setdefault(device, SplitScratch(device))
 
 
-def scratch_of_call(given: Scratch | None, device: torch.device) -> Scratch:
+def scratch_of_call(given: SplitScratch | None, device: torch.device) -> SplitScratch:
     """The scratch that a call brings, which must be on the device of its tensors, or the device's.
 
     Raises:

@@ -18,7 +18,7 @@ from mla_backend.contract.sparse_mla import (
     token_stride,
 )
 from mla_backend.launch_params import TABLES
-from mla_backend.scratch import Scratch, scratch_of_call
+from mla_backend.scratch import SplitScratch, scratch_of_call
 from mla_backend.sparse import SparseRun
 from mla_backend.spec_sparse_mla import SparseMlaSpec
 
@@ -48,7 +48,7 @@ def sparse_mla(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     splits: int | None = None,
-    scratch: Scratch | None = None,
+    scratch: SplitScratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query token to the rows that its index lists name; a row is key and value.
 

@@ -41,7 +41,7 @@ class SharedPrefix:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class MlaPlan:
     """A work list of fixed capacity. The same tensors serve any lengths, so a CUDA graph may hold
     the planning as well as the calls that use it.
 

@@ -8,10 +8,10 @@ linear-attention layers and MLA layers may be served by two families; the name m
 family which serves layers of the model. A kind of layer that nobody claims, or whose claim
 declines, is upstream's. There are two sorts of claim:
 
-- `LayerClaim`, of kind ``"linear_attention"``, ``"compressor"`` or DeepSeek-V4's
+- `SglangLayerClaim`, of kind ``"linear_attention"``, ``"compressor"`` or DeepSeek-V4's
   ``"sparse_mla"``: the family changes parts of the attention backend that sglang has built;
-- `BackendClaim`, of kind ``"mla"``, ``"sparse_mla"`` or ``"attention"``: the family is asked for a
-  class that stands in the place of sglang's full-attention backend.
+- `SglangBackendClaim`, of kind ``"mla"``, ``"sparse_mla"`` or ``"attention"``: the family is asked
+  for a class that stands in the place of sglang's full-attention backend.
 
 Two hooks do it, both in modules that sglang's launcher imports anyway, and a third where a claim
 takes memory, once the launcher's schedulers import their ModelRunner. ``dsv4`` is also the name of
@@ -41,7 +41,7 @@ from backend_core.strict import fallback
 
 
 @dataclass(frozen=True)
-class LayerClaim:
+class SglangLayerClaim:
     """Layers that parts of sglang's attention backend serve.
 
     Attributes:
@@ -62,7 +62,7 @@ class LayerClaim:
 
 
 @dataclass(frozen=True)
-class BackendClaim:
+class SglangBackendClaim:
     """Full-attention layers.
 
     Attributes:
@@ -87,11 +87,11 @@ _OTHER_FLAGS = (
     "decode_attention_backend",
     "speculative_draft_attention_backend",
 )
-_families: dict[str, tuple[LayerClaim | BackendClaim, ...]] = {}
+_families: dict[str, tuple[SglangLayerClaim | SglangBackendClaim, ...]] = {}
 _own_names: set[str] = set()
 
 
-def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) -> bool:
+def register_family(family: str, claims: Sequence[SglangLayerClaim | SglangBackendClaim]) -> bool:
     """Make a family's name known to sglang, and its claims; a second call changes nothing.
 
     Returns:
@@ -157,7 +157,7 @@ def _reserve_before_pools(module: ModuleType) -> None:
         if is_requested(self.server_args):
             for claims in _families.values():
                 for claim in claims:
-                    if isinstance(claim, LayerClaim) and claim.reserve is not None:
+                    if isinstance(claim, SglangLayerClaim) and claim.reserve is not None:
                         claim.reserve(self)
         return allocate(self, *args, **kwargs)
 
@@ -210,7 +210,7 @@ def build_backend(build: Callable[[Any, Any], Any], runner: Any, full_attn_backe
         name: [
             claim
             for claim in claims
-            if isinstance(claim, LayerClaim) and claim.present(backend, runner)
+            if isinstance(claim, SglangLayerClaim) and claim.present(backend, runner)
         ]
         for name, claims in _families.items()
     }
@@ -230,7 +230,7 @@ def _full_attention(runner: Any, upstream: Any) -> Any | None:
     """The family's replacement of sglang's full-attention backend, if any."""
     for family, claims in _families.items():
         for claim in claims:
-            if not isinstance(claim, BackendClaim) or claim.kind != kind_of(runner):
+            if not isinstance(claim, SglangBackendClaim) or claim.kind != kind_of(runner):
                 continue
             answer = claim.choose(runner, upstream)
             name = type(upstream).__name__

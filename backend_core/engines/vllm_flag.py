@@ -8,10 +8,10 @@ one. Passing it turns on the *claims* of every family, so that one model's linea
 and MLA layers may be served by two families. A kind of layer that nobody claims, or whose claim
 declines, is upstream's. There are two sorts of claim:
 
-- `LayerClaim`: layers that the model builds as a class, ``"linear_attention"``, ``"compressor"``
-  and DeepSeek-V4's ``"sparse_mla"``. The family puts a class in upstream's place after the module
-  that defines it has been imported, and decides as a layer is built.
-- `BackendClaim`: layers for which vLLM asks its platform for an attention backend, ``"mla"``,
+- `VllmLayerClaim`: layers that the model builds as a class, ``"linear_attention"``,
+  ``"compressor"`` and DeepSeek-V4's ``"sparse_mla"``. The family puts a class in upstream's place
+  after the module that defines it has been imported, and decides as a layer is built.
+- `VllmBackendClaim`: layers for which vLLM asks its platform for an attention backend, ``"mla"``,
   ``"sparse_mla"`` and ``"attention"``. The family is asked for a backend class.
 """
 
@@ -42,7 +42,7 @@ _CHOICE = f"{__name__}.PlatformChoice"
 
 
 @dataclass(frozen=True)
-class LayerClaim:
+class VllmLayerClaim:
     """Layers that a model builds as a class of its own.
 
     Attributes:
@@ -82,7 +82,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class BackendClaim:
+class VllmBackendClaim:
     """Layers for which vLLM asks for an attention backend.
 
     Attributes:
@@ -101,14 +101,14 @@ class BackendClaim:
 
 @dataclass
 class _Family:
-    claims: tuple[LayerClaim | BackendClaim, ...]
+    claims: tuple[VllmLayerClaim | VllmBackendClaim, ...]
     broken: str | None = None
 
     def serves(self, kind: str) -> bool:
         """Whether a model with layers of this kind is one that the family's flag is for."""
         return any(
             claim.kind == kind
-            if isinstance(claim, BackendClaim)
+            if isinstance(claim, VllmBackendClaim)
             else any(name in sys.modules for name in claim.modules)
             for claim in self.claims
         )
@@ -122,7 +122,7 @@ _families: dict[str, _Family] = {}
 _logged: set[str] = set()
 
 
-def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) -> None:
+def register_family(family: str, claims: Sequence[VllmLayerClaim | VllmBackendClaim]) -> None:
     """Make a family's name known to vLLM, and its claims; a second call changes nothing.
 
     Imports nothing of vLLM but its registry of backends. Where the release is not supported it logs
@@ -150,7 +150,7 @@ def register_family(family: str, claims: Sequence[LayerClaim | BackendClaim]) ->
         raise RuntimeError(f"another plug-in holds --attention-backend CUSTOM: {custom.get_path()}")
     _families[family] = _Family(tuple(claims))
     for claim in claims:
-        if isinstance(claim, LayerClaim):
+        if isinstance(claim, VllmLayerClaim):
             for module in claim.modules:
                 after_import(module, functools.partial(_install, family, claim))
 
@@ -261,7 +261,7 @@ def kind_of(selector: Any) -> str:
     return "sparse_mla" if selector.use_sparse else "mla"
 
 
-def _install(family: str, claim: LayerClaim, module: ModuleType) -> None:
+def _install(family: str, claim: VllmLayerClaim, module: ModuleType) -> None:
     try:
         claim.install(module)
     except Exception as error:  # would end the import, for servers without the flag too
@@ -311,7 +311,7 @@ def choose(vllm_config: Any, selector: Any) -> type[AttentionBackend] | list[str
     upstream: type[AttentionBackend] = resolve_obj_by_qualname(path)
     for family, registered in _families.items():
         for claim in registered.claims:
-            if not isinstance(claim, BackendClaim) or claim.kind != kind:
+            if not isinstance(claim, VllmBackendClaim) or claim.kind != kind:
                 continue
             answer = claim.choose(Request(vllm_config, selector, num_heads, upstream))
             if isinstance(answer, type):

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from backend_core.engines.sglang_flag import LayerClaim, register_family
+from backend_core.engines.sglang_flag import SglangLayerClaim, register_family
 
 
 def register() -> None:
     """Make ``dsv4`` mean this package; see `sglang_flag.register_family` for what it raises."""
-    claim = LayerClaim("compressor", "DeepSeek-V4 compressor", _present, _install)
+    claim = SglangLayerClaim("compressor", "DeepSeek-V4 compressor", _present, _install)
     register_family("dsv4", [claim])
 
 

@@ -80,7 +80,7 @@ _Paths = Selection[StepSpec, Any]
 
 
 @dataclass(frozen=True)
-class _Bound:
+class _BoundCompressor:
     """A compressor as the operators take it.
 
     Attributes:
@@ -116,7 +116,7 @@ class FusedStep:
     def __init__(self, backend: Any, upstream: Callable[..., None]) -> None:
         self._backend = backend
         self._upstream = upstream
-        self._bound: dict[int, _Bound] = {}
+        self._bound: dict[int, _BoundCompressor] = {}
         # by ratio, and main or indexer: sglang's plan and slots, and what was made of them
         self._plans: dict[tuple[int, bool], tuple[Any, Any, RingDecode | RingPrefill]] = {}
 
@@ -167,12 +167,12 @@ class FusedStep:
         pool of HiSparse translates them in each layer, just before this step."""
         return out_loc is self._backend._get_out_loc(compress_ratio)
 
-    def _bind(self, call: dict[str, Any]) -> _Bound:
+    def _bind(self, call: dict[str, Any]) -> _BoundCompressor:
         """At a compressor's first step, which is sglang's own warm-up: check its tensors, and
         compile every kernel that a later step may launch."""
         norm, kv_cache, state = call["norm"], call["kv_cache"], call["kv_score_buffer"]
         memory, launches = _memory(call), LaunchCache()
-        unserved = _Bound(norm, None, state, kv_cache, None, memory, launches)
+        unserved = _BoundCompressor(norm, None, state, kv_cache, None, memory, launches)
         reason = _unserved(call)
         if reason is None:
             try:
@@ -192,7 +192,9 @@ class FusedStep:
                 for other, paths in others:
                     if paths.most != 0:
                         warm_up(layer, *tensors, other, second_cache=second, launches=launches)
-                return _Bound(norm, layer, state, pages, second, memory, launches, decode, prefill)
+                return _BoundCompressor(
+                    norm, layer, state, pages, second, memory, launches, decode, prefill
+                )
             except (LookupError, ValueError) as error:
                 reason = str(error)
         fallback(f"--attention-backend dsv4: {reason}")

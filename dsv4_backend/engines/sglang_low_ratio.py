@@ -88,7 +88,7 @@ def _refusal(backend: Any) -> str | None:
 
 
 @dataclass
-class _Bound:
+class _BoundLayer:
     """A layer as the operator takes it.
 
     Attributes:
@@ -110,7 +110,7 @@ class LowRatioSteps:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self._upstream: dict[str, Callable[..., None]] = {}
-        self._bound: dict[int, _Bound] = {}
+        self._bound: dict[int, _BoundLayer] = {}
         # by ratio: the addresses and numbers that a plan is made of, and the plan, which keeps them
         self._plans: dict[int, tuple[tuple[Any, ...], LowRatioStep]] = {}
         for name in _TAKEN:
@@ -184,7 +184,7 @@ class LowRatioSteps:
         memory = (main.data_ptr(), index.data_ptr(), 0 if state is None else state.data_ptr())
         rows = None
         if bound is None or bound.memory != memory:
-            bound = self._bound[at] = _Bound(memory=memory)
+            bound = self._bound[at] = _BoundLayer(memory=memory)
             if (reason := _unserved(layer)) is None:
                 try:
                     tensors = _rings(state, ring_rows), pages_of(main), pages_of(index)

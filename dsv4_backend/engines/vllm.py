@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from backend_core.engines import Engine, vllm_flag
-from backend_core.engines.vllm_flag import LayerClaim
+from backend_core.engines.vllm_flag import VllmLayerClaim
 from backend_core.strict import fallback
 
 FAMILY = "dsv4"
@@ -31,7 +31,7 @@ ROTATE = "rotate_indexer"  # in --additional-config
 def register() -> None:
     """Make the flag known and wait for vLLM's compressor; a second call changes nothing."""
     modules = (COMPRESSOR, _ATTENTION, ATTENTION_V41)
-    claim = LayerClaim("compressor", "DeepSeek-V4 compressor", modules, _install)
+    claim = VllmLayerClaim("compressor", "DeepSeek-V4 compressor", modules, _install)
     vllm_flag.register_family(FAMILY, [claim])
 
 

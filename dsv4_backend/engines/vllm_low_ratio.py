@@ -75,7 +75,7 @@ def adopt(attention: Any, vllm_config: VllmConfig) -> str | None:
     # in a tuple: as an attribute of its own the indexer would be a submodule
     compressor.source = (attention, indexer)
     if compressor.state_cache is not None:
-        compressor.state_cache.__class__ = StateCache
+        compressor.state_cache.__class__ = LowRatioStateCache
     return None
 
 
@@ -285,7 +285,7 @@ def _plan(
     return plan
 
 
-class MetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
+class LowRatioMetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
     """vLLM's metadata with the longest chunk, ring slots that padding has none of, and room for the
     step's plans."""
 
@@ -316,16 +316,16 @@ class MetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
         return metadata
 
 
-class Backend(CompressorBackend):  # type: ignore[misc]
+class LowRatioBackend(CompressorBackend):  # type: ignore[misc]
     """vLLM's, but for the builder."""
 
     @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        return MetadataBuilder
+    def get_builder_cls() -> type[LowRatioMetadataBuilder]:
+        return LowRatioMetadataBuilder
 
 
-class StateCache(CompressorStateCache):  # type: ignore[misc]
+class LowRatioStateCache(CompressorStateCache):  # type: ignore[misc]
     """vLLM's, but for the backend."""
 
-    def get_attn_backend(self) -> type[Backend]:
-        return Backend
+    def get_attn_backend(self) -> type[LowRatioBackend]:
+        return LowRatioBackend

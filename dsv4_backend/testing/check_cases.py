@@ -37,7 +37,7 @@ from dsv4_backend.step import CompressorCall
 from dsv4_backend.step_plan import CompressorStepPlan, DecodeStepPlan, StateLayout
 from dsv4_backend.testing import low_ratio
 from dsv4_backend.testing.engine import (
-    Engine,
+    CompressorEngine,
     make_history,
     make_layer,
     make_spec,
@@ -135,7 +135,7 @@ def _steps(
         spec = dataclasses.replace(spec, fp8="fnuz")
     phase = path.operator.rpartition("_")[2]
     lengths = [130, 257, 128] if spec.compress_ratio == 128 else [6, 21, 4]
-    engine, layer = Engine(layout, spec, lengths, device=CPU), make_layer(spec, 5, CPU)
+    engine, layer = CompressorEngine(layout, spec, lengths, device=CPU), make_layer(spec, 5, CPU)
     histories = [
         make_history(spec, length, 50 + n, adversarial=adversarial, device=CPU)
         for n, length in enumerate(lengths)
@@ -161,7 +161,7 @@ def _split_steps(
 
 
 def _prefill_calls(
-    engine: Engine, layer: CompressorLayer, histories: list[torch.Tensor]
+    engine: CompressorEngine, layer: CompressorLayer, histories: list[torch.Tensor]
 ) -> Iterator[tuple[CompressorStepPlan, torch.Tensor]]:
     """Two chunks of each request, cut inside a window."""
     cut = [length // 2 + 1 for length in engine.lengths]
@@ -171,7 +171,7 @@ def _prefill_calls(
 
 
 def _decode_calls(
-    engine: Engine, layer: CompressorLayer, histories: list[torch.Tensor]
+    engine: CompressorEngine, layer: CompressorLayer, histories: list[torch.Tensor]
 ) -> Iterator[tuple[CompressorStepPlan, torch.Tensor]]:
     """One decoded token per request: first as if the kernel in front wrote anything, then
     with a step plan that is safe to prefetch. The first request is padding."""
@@ -185,7 +185,7 @@ def _decode_calls(
 
 def _compare(
     path: KernelPath,
-    engine: Engine,
+    engine: CompressorEngine,
     call: CompressorCall,
     step_plan: CompressorStepPlan,
     target: Target,
@@ -212,7 +212,7 @@ def _compare(
 
 
 def _different(
-    engine: Engine,
+    engine: CompressorEngine,
     caches: list[torch.Tensor],
     before: list[torch.Tensor],
     step_plan: CompressorStepPlan,
@@ -234,7 +234,9 @@ def _different(
     return float((error > 2e-6 * largest).float().mean())
 
 
-def to_device(engine: Engine, call: CompressorCall, device: torch.device) -> CompressorCall:
+def to_device(
+    engine: CompressorEngine, call: CompressorCall, device: torch.device
+) -> CompressorCall:
     """A copy of the call on the device; its state has pages further apart than their rows."""
     layer = call.layer
     full = torch.empty(len(engine.state), engine.state_block + 1, engine.spec.row_width)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from backend_core.engines.sglang_flag import LayerClaim, register_family
+from backend_core.engines.sglang_flag import SglangLayerClaim, register_family
 
 
 def register() -> None:
     """Make ``kda`` known to sglang; see `sglang_flag.register_family` for what it raises."""
-    claim = LayerClaim("linear_attention", "Kimi Delta Attention", _present, _install, _reserve)
+    claim = SglangLayerClaim(
+        "linear_attention", "Kimi Delta Attention", _present, _install, _reserve
+    )
     if register_family("kda", [claim]):
         from kda_backend.engines import sglang_prefill_graphs
 

@@ -23,7 +23,7 @@ from kda_backend.engines.sglang_kernel import (
     split_rows,
 )
 from kda_backend.engines.sglang_scratch import reserve_scratch, reserved_scratch
-from kda_backend.prefill.arguments_sm90 import Track, Variant, variant_of_engine
+from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
 from kda_backend.selection import (
     KdaSelection,
@@ -46,7 +46,7 @@ def reserve(runner: Any) -> None:
     reserve_scratch(runner, selection, len(layers))
 
 
-def _variants(selection: KdaSelection) -> list[Variant]:
+def _variants(selection: KdaSelection) -> list[PrefillVariant]:
     """Those of Hopper's prefill kernels: with states that are kept and without, for logits and for
     step sizes that the model has put through the sigmoid."""
     return [

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from backend_core.engines import vllm_flag
-from backend_core.engines.vllm_flag import LayerClaim
+from backend_core.engines.vllm_flag import VllmLayerClaim
 
 FAMILY = "kda"
 LAYER = "KimiGatedDeltaNetAttention"
@@ -52,7 +52,9 @@ REPLACED = {
 
 def register() -> None:
     """Make the flag known and wait for vLLM's layers; a second call changes nothing."""
-    claim = LayerClaim("linear_attention", "Kimi Delta Attention", tuple(REPLACED), replace_layer)
+    claim = VllmLayerClaim(
+        "linear_attention", "Kimi Delta Attention", tuple(REPLACED), replace_layer
+    )
     vllm_flag.register_family(FAMILY, [claim])
 
 

@@ -53,7 +53,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Step:
+class VllmStep:
     """One step's batch, derived from the engine's metadata once and shared by all layers."""
 
     num_tokens: int
@@ -62,7 +62,7 @@ class Step:
     draft: Draft | None = None
 
 
-def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> Step:
+def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> VllmStep:
     """From vLLM's ``GDNAttentionMetadata`` or ``KimiK3KDAMetadata``; no device value is read.
 
     Args:
@@ -118,7 +118,7 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> S
             _checkpoints(m, first, slots.shape[0]),
         )
     tokens = begin + (m.num_prefill_tokens if m.num_prefills else 0)
-    return Step(tokens, decode, prefill, draft)
+    return VllmStep(tokens, decode, prefill, draft)
 
 
 def _prefills(m: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int | None]:

@@ -114,7 +114,7 @@ class Track(enum.IntEnum):
     POOL = 2  # those of chunks, and snapshots to slots of a pool
 
 
-class Variant(NamedTuple):
+class PrefillVariant(NamedTuple):
     """The properties of a call that a kernel is compiled for.
 
     Attributes:
@@ -133,7 +133,7 @@ class Variant(NamedTuple):
     track: Track
 
 
-def tile_defines(variant: Variant) -> dict[str, int]:
+def tile_defines(variant: PrefillVariant) -> dict[str, int]:
     """Preprocessor constants of the kernels that make tiles."""
     return {
         "GATE": variant.gate,
@@ -143,7 +143,7 @@ def tile_defines(variant: Variant) -> dict[str, int]:
     }
 
 
-def intra_defines(variant: Variant, ctas_per_sm: int) -> dict[str, int]:
+def intra_defines(variant: PrefillVariant, ctas_per_sm: int) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu."""
     return tile_defines(variant) | {"MIN_BLOCKS": ctas_per_sm}
 
@@ -159,10 +159,10 @@ def variant_of(
     step_plan: StepPlan,
     state: StateRef,
     chunk_states: torch.Tensor | None,
-) -> Variant:
+) -> PrefillVariant:
     """The kernels' variants for a call."""
     pool = state.read if state.read is not None else state.write
-    return Variant(
+    return PrefillVariant(
         gate=gate.kind,
         beta=tokens.beta_kind,
         l2norm=tokens.l2norm,
@@ -175,13 +175,13 @@ def variant_of(
 
 def variant_of_engine(
     bounded_gate: bool, *, track: Track, beta: Beta = Beta.SIGMOID, bf16_state: bool = False
-) -> Variant:
+) -> PrefillVariant:
     """The kernels' variant for an engine's prefills of bf16, whose offsets are int32.
 
     Args:
         beta: logits in bf16, or step sizes in fp32 (``Beta.GIVEN``).
     """
-    return Variant(
+    return PrefillVariant(
         gate=Gate.BOUNDED if bounded_gate else Gate.SOFTPLUS,
         beta=beta,
         l2norm=True,
@@ -207,7 +207,7 @@ def snapshot_pool(state: StateRef) -> Callable[..., bytes]:
     return _SNAPSHOT_POOL_PARAMS.at({}, snapshot_stride=state.snapshot_stride)
 
 
-def layout_of(call: PrefillCall) -> tuple[dict[str, tuple[int, ...]] | None, Variant]:
+def layout_of(call: PrefillCall) -> tuple[dict[str, tuple[int, ...]] | None, PrefillVariant]:
     """Strides (token, head) of rows and (row, head, V, K) of states, by the names of the kernels'
     parameters, zeros where there is none; or ``None`` where q, k, v, g or the output have rows off
     multiples of 16 bytes. And the variant. Calls alike keep both."""
@@ -223,7 +223,7 @@ def layout_of(call: PrefillCall) -> tuple[dict[str, tuple[int, ...]] | None, Var
             strides |= {f"state_{name}": state.strides(x) for name, x in states}
             strides["chunk_states"] = state.strides(chunk_states)
         kept[what] = strides, variant_of(call.tokens, gate, step_plan, state, chunk_states)
-    found: tuple[dict[str, tuple[int, ...]] | None, Variant] = kept[what]
+    found: tuple[dict[str, tuple[int, ...]] | None, PrefillVariant] = kept[what]
     return found
 
 

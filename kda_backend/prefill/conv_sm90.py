@@ -15,7 +15,7 @@ from kda_backend.prefill.arguments_sm90 import (
     INTRA_FIELDS,
     KERNELS,
     STRUCTS,
-    Variant,
+    PrefillVariant,
     intra_defines,
 )
 from kda_backend.step_plan import StepPlan
@@ -61,7 +61,7 @@ def serves(
 
 @functools.cache
 def load_kernels(
-    device: torch.device, variant: Variant, taps: torch.dtype
+    device: torch.device, variant: PrefillVariant, taps: torch.dtype
 ) -> Mapping[int, CudaKernel]:
     """The kernels by CTAs per SM, loaded."""
     source, kernels = KERNELS / "intra_chunk.cu", {}
@@ -73,7 +73,7 @@ def load_kernels(
     return kernels
 
 
-def conv_defines(variant: Variant, ctas_per_sm: int, taps: torch.dtype) -> dict[str, int]:
+def conv_defines(variant: PrefillVariant, ctas_per_sm: int, taps: torch.dtype) -> dict[str, int]:
     """Preprocessor constants of one variant of intra_chunk.cu that convolves."""
     return {
         **intra_defines(variant, ctas_per_sm),

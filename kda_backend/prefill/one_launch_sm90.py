@@ -23,8 +23,8 @@ from kda_backend.prefill.arguments_sm90 import (
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
     TILE_BYTES,
+    PrefillVariant,
     Track,
-    Variant,
     gate_parameter,
     layout_of,
     run,
@@ -163,7 +163,9 @@ def choose_launch(longest: int, tasks: int, sms: int) -> Launch:
 
 
 @functools.cache
-def make_kernels(device: torch.device, variant: Variant) -> Mapping[tuple[int, int], CudaKernel]:
+def make_kernels(
+    device: torch.device, variant: PrefillVariant
+) -> Mapping[tuple[int, int], CudaKernel]:
     """The kernels by rows and CTAs per SM, which begin to compile."""
     return {
         (rows, ctas_per_sm): CudaKernel(
@@ -178,7 +180,9 @@ def make_kernels(device: torch.device, variant: Variant) -> Mapping[tuple[int, i
 
 
 @functools.cache
-def load_kernels(device: torch.device, variant: Variant) -> Mapping[tuple[int, int], CudaKernel]:
+def load_kernels(
+    device: torch.device, variant: PrefillVariant
+) -> Mapping[tuple[int, int], CudaKernel]:
     """Those of `make_kernels`, loaded."""
     kernels = make_kernels(device, variant)
     for kernel in kernels.values():
@@ -186,12 +190,12 @@ def load_kernels(device: torch.device, variant: Variant) -> Mapping[tuple[int, i
     return kernels
 
 
-def params_of(variant: Variant) -> CudaParams:
+def params_of(variant: PrefillVariant) -> CudaParams:
     """The parameters of one variant of one_launch.cu."""
     return POOL_PARAMS if variant.track == Track.POOL else PARAMS
 
 
-def defines(rows: int, ctas_per_sm: int, variant: Variant) -> dict[str, int]:
+def defines(rows: int, ctas_per_sm: int, variant: PrefillVariant) -> dict[str, int]:
     """Preprocessor constants of one variant of one_launch.cu."""
     return {
         **tile_defines(variant),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from backend_core.launch.cuda import CudaKernel
     from backend_core.tables.schema import KernelPath
     from kda_backend.contract.values import ConvInputs, GateSpec, Relaunch, StateRef, TokenInputs
-    from kda_backend.prefill.arguments_sm90 import Variant
+    from kda_backend.prefill.arguments_sm90 import PrefillVariant
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan
 
@@ -66,7 +66,7 @@ def convolves(
 
 
 def begin_to_compile(
-    selection: KdaSelection, device: torch.device, variants: Sequence[Variant]
+    selection: KdaSelection, device: torch.device, variants: Sequence[PrefillVariant]
 ) -> list[CudaKernel]:
     """The CUDA kernels that a model's prefills may choose, which compile in threads meanwhile.
 

@@ -122,7 +122,7 @@ def choose_segment_schedule(
     return Schedule(intra.ctas_per_sm, scan.split, scan_ctas, intra_ctas, sms, 0, False)
 
 
-class _Kernels(NamedTuple):
+class _SegmentKernels(NamedTuple):
     """The kernels of one model on one path and device: ``scan`` as (scan, scan_split); and the cost
     model of `two_stage_sm90`."""
 
@@ -171,7 +171,7 @@ def _segmented_scan(path: KernelPath, call: PrefillCall) -> Scan:
 @functools.cache
 def make_kernels(
     path: KernelPath, device: torch.device, int64_offsets: bool, bf16_state: bool, track: Track
-) -> _Kernels:
+) -> _SegmentKernels:
     """The kernels of a model, which begin to compile."""
     params = segment_params(track)
     ends, merge, scan, scan_split = (
@@ -184,13 +184,13 @@ def make_kernels(
         )
     )
     cost_model = CostModel.from_table(path.params.cost_model, detect_target(device).num_sms)
-    return _Kernels(ends, merge, (scan, scan_split), cost_model)
+    return _SegmentKernels(ends, merge, (scan, scan_split), cost_model)
 
 
 @functools.cache
 def _kernels(
     path: KernelPath, device: torch.device, int64_offsets: bool, bf16_state: bool, track: Track
-) -> _Kernels:
+) -> _SegmentKernels:
     """All of them, loaded: a later batch may be the first long one."""
     kernels = make_kernels(path, device, int64_offsets, bf16_state, track)
     for kernel in (kernels.ends, kernels.merge, *kernels.scan):

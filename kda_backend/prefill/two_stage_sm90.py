@@ -22,8 +22,8 @@ from kda_backend.prefill.arguments_sm90 import (
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
     TILE_BYTES,
+    PrefillVariant,
     Track,
-    Variant,
     gate_parameter,
     intra_defines,
     layout_of,
@@ -165,7 +165,7 @@ def two_stage_sm90(
     return launch
 
 
-def _whole(kernels: _Kernels, num_tiles: int, value_heads: int, call: PrefillCall) -> Scan:
+def _whole(kernels: _StageKernels, num_tiles: int, value_heads: int, call: PrefillCall) -> Scan:
     """The scan of each sequence as a whole."""
     plan = call.step_plan
     num_tasks, long_tasks = plan.num_sequences * value_heads, plan.long_sequences * value_heads
@@ -197,7 +197,7 @@ def fault_record() -> FaultRecord:
     )
 
 
-class _Kernels(NamedTuple):
+class _StageKernels(NamedTuple):
     """The kernels of one model on one path and device: ``intra`` by CTAs per SM, ``scan`` as
     (scan, scan_split); and the schedule of each shape."""
 
@@ -207,7 +207,7 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
-def make_kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kernels:
+def make_kernels(path: KernelPath, device: torch.device, variant: PrefillVariant) -> _StageKernels:
     """The kernels of a model, which begin to compile."""
     cost_model = CostModel.from_table(path.params, detect_target(device).num_sms)
     intra = {
@@ -225,11 +225,11 @@ def make_kernels(path: KernelPath, device: torch.device, variant: Variant) -> _K
         for name in ("scan", "scan_split")
     )
     schedule = functools.lru_cache(4096)(functools.partial(choose_schedule, cost_model))
-    return _Kernels(intra, (scan, scan_split), schedule)
+    return _StageKernels(intra, (scan, scan_split), schedule)
 
 
 @functools.cache
-def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kernels:
+def _kernels(path: KernelPath, device: torch.device, variant: PrefillVariant) -> _StageKernels:
     """All of them, loaded: a later batch may be the first to choose one."""
     kernels = make_kernels(path, device, variant)
     for kernel in (*kernels.intra.values(), *kernels.scan):
@@ -237,12 +237,12 @@ def _kernels(path: KernelPath, device: torch.device, variant: Variant) -> _Kerne
     return kernels
 
 
-def scan_params_of(variant: Variant) -> CudaParams:
+def scan_params_of(variant: PrefillVariant) -> CudaParams:
     """The parameters of one variant of scan.cu or scan_split.cu."""
     return POOL_SCAN_PARAMS if variant.track == Track.POOL else SCAN_PARAMS
 
 
-def scan_defines(variant: Variant) -> dict[str, int]:
+def scan_defines(variant: PrefillVariant) -> dict[str, int]:
     """Preprocessor constants of one variant of scan.cu or scan_split.cu."""
     return {
         "CU_INT64": int(variant.int64_offsets),

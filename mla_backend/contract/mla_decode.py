@@ -9,7 +9,7 @@ import torch
 from backend_core.contracts import check_scale, expect_shape, expect_tensor
 from mla_backend.contract import expect_output, expect_token_stride
 from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
-from mla_backend.step_plan import StepPlan
+from mla_backend.step_plan import MlaPlan
 
 _DIMS = (LATENT_DIM, ROPE_DIM)
 
@@ -24,7 +24,7 @@ class MlaInputs:
     """
 
     spec: MlaSpec
-    plan: StepPlan
+    plan: MlaPlan
     q: tuple[torch.Tensor, torch.Tensor]
     kv: tuple[torch.Tensor, torch.Tensor]
     block_table: torch.Tensor

@@ -6,6 +6,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 
-MlaRun: TypeAlias = Callable[[MlaInputs, Scratch], None]
+MlaRun: TypeAlias = Callable[[MlaInputs, SplitScratch], None]

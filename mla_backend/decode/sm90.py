@@ -14,7 +14,7 @@ from backend_core.target import Target
 from mla_backend import combine
 from mla_backend.contract.mla_decode import MlaInputs
 from mla_backend.decode import MlaRun
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, MlaSpec
 
 SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "mla_decode.cu"
@@ -68,7 +68,7 @@ def bind(row: KernelPath, spec: MlaSpec, target: Target) -> MlaRun:
     return decode
 
 
-def decode(x: MlaInputs, scratch: Scratch) -> None:
+def decode(x: MlaInputs, scratch: SplitScratch) -> None:
     """Two launches: partial outputs or, where a tile has one split, the output; then the merge.
 
     Each is placed while the kernel before runs, and waits for it. Where prefixes are shared, their

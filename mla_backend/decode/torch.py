@@ -11,7 +11,7 @@ from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from mla_backend.contract.mla_decode import MlaInputs
 from mla_backend.decode import MlaRun
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, MlaSpec
 
 
@@ -20,7 +20,7 @@ def bind(row: KernelPath, spec: MlaSpec, target: Target) -> MlaRun:
 
 
 @without_autocast
-def decode(x: MlaInputs, scratch: Scratch) -> None:
+def decode(x: MlaInputs, scratch: SplitScratch) -> None:
     """Float32 arithmetic over each request's keys, gathered from its pages.
 
     A request is computed on its own, so its result depends on nothing else in the batch.

@@ -17,9 +17,9 @@ from mla_backend.api import decode_lead, mla_decode, select_mla_decode
 from mla_backend.contract.mla_decode import by_request, split_cache
 from mla_backend.decode import MlaRun
 from mla_backend.plan.planner import MAX_PREFIX_REQUESTS, MAX_TILES, MlaPlanner
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
-from mla_backend.step_plan import StepPlan
+from mla_backend.step_plan import MlaPlan
 
 HEAD_DIM = LATENT_DIM + ROPE_DIM
 
@@ -33,9 +33,9 @@ class MlaStep:
     """
 
     selection: Selection[MlaSpec, MlaRun]
-    plan: StepPlan
+    plan: MlaPlan
     block_table: torch.Tensor
-    scratch: Scratch
+    scratch: SplitScratch
 
     def attend(
         self,
@@ -111,8 +111,8 @@ class MlaDecoder:
         self.device = device
         self._kinds: dict[int, tuple[Lead, Selection[MlaSpec, MlaRun]]] = {}
         self._most = min(max_requests, MAX_TILES)
-        self._plans: dict[tuple[int, int], tuple[MlaPlanner, StepPlan | None]] = {}
-        self._scratch = Scratch(device)
+        self._plans: dict[tuple[int, int], tuple[MlaPlanner, MlaPlan | None]] = {}
+        self._scratch = SplitScratch(device)
         for tokens in query_tokens:
             lead = decode_lead(target, heads, kernel, tokens)
             if lead.sizes:

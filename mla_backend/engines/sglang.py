@@ -17,7 +17,12 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 
 from backend_core.engines import ENGINES, Engine
 from backend_core.engines.log import chosen
-from backend_core.engines.sglang_flag import BackendClaim, LayerClaim, register_family, say
+from backend_core.engines.sglang_flag import (
+    SglangBackendClaim,
+    SglangLayerClaim,
+    register_family,
+    say,
+)
 from backend_core.target import detect_target
 from mla_backend.api import decode_lead, select_mla_decode
 from mla_backend.engines.sglang_facts import KERNELS, PAGE_MULTIPLE, mla_layers
@@ -29,8 +34,8 @@ SERVED = Engine("sglang", "0.5.23", "0.5.23")
 
 def register() -> None:
     """Make ``mla`` known; see `sglang_flag.register_family` for what it raises."""
-    sparse = LayerClaim("sparse_mla", "DeepSeek-V4 attention", _present, _install)
-    register_family("mla", [BackendClaim("mla", "MLA", choose), sparse])
+    sparse = SglangLayerClaim("sparse_mla", "DeepSeek-V4 attention", _present, _install)
+    register_family("mla", [SglangBackendClaim("mla", "MLA", choose), sparse])
 
 
 def choose(runner: Any, upstream: Any) -> type | str:
@@ -67,7 +72,7 @@ def choose(runner: Any, upstream: Any) -> type | str:
     )
     from mla_backend.engines import sglang_mla
 
-    return sglang_mla.SplitKvMLABackend
+    return sglang_mla.SplitKvAttnBackend
 
 
 def _engine_refusal(runner: Any, upstream: Any) -> str | None:

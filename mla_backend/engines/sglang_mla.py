@@ -34,7 +34,7 @@ _FIXED = {
 _step: ContextVar[MlaStep | None] = ContextVar("step", default=None)
 
 
-class SplitKvMLABackend(FlashAttentionBackend):  # type: ignore[misc]
+class SplitKvAttnBackend(FlashAttentionBackend):  # type: ignore[misc]
     """Takes the place of a `FlashAttentionBackend` that sglang has built.
 
     Args:

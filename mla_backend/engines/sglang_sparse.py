@@ -32,7 +32,7 @@ from mla_backend.engines.sparse_layer import (
     sparse_leads,
     unlimited,
 )
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 
 RECORD_BYTES, WINDOW = 584, 128
 _layer: ContextVar[SparseLayer | None] = ContextVar("layer", default=None)
@@ -44,7 +44,7 @@ def install(backend: Any, runner: Any) -> None:
     if stays is not None:
         say(f"DeepSeek-V4 attention stays {type(backend).__name__}'s: {stays}")
         return
-    target, scratch = detect_target(backend.device), Scratch(backend.device)
+    target, scratch = detect_target(backend.device), SplitScratch(backend.device)
     served: dict[int, SparseLayer] = {}
     native: list[Any] = []
     said: set[str] = set()

@@ -15,7 +15,7 @@ from backend_core.engines.log import chosen
 from backend_core.operator import Lead
 from backend_core.target import Target
 from mla_backend.contract.sparse_mla import NamedRows
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.sparse_mla import SparseMlaSelection, select_sparse_mla, sparse_mla
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
@@ -99,7 +99,7 @@ class SparseLayer:
         target: Target,
         form: Form,
         leads: dict[str, Lead],
-        scratch: Scratch,
+        scratch: SplitScratch,
     ) -> None:
         self.target, self.form, self.leads = target, form, leads
         self._scratch = scratch

@@ -20,9 +20,9 @@ import torch
 from backend_core.engines import Engine, vllm_flag
 from backend_core.engines.log import chosen
 from backend_core.engines.vllm_flag import (
-    BackendClaim,
-    LayerClaim,
     Request,
+    VllmBackendClaim,
+    VllmLayerClaim,
     batch_invariant,
     say,
 )
@@ -45,8 +45,8 @@ _V41 = Engine("vllm", "0.33.0", None)  # the first release whose V4.1 was read
 
 def register() -> None:
     """Make the flag known and wait for vLLM's DeepSeek-V4; a second call changes nothing."""
-    sparse = LayerClaim("sparse_mla", "DeepSeek-V4 attention", SPARSE, _install)
-    vllm_flag.register_family(FAMILY, [BackendClaim("mla", "MLA", choose), sparse])
+    sparse = VllmLayerClaim("sparse_mla", "DeepSeek-V4 attention", SPARSE, _install)
+    vllm_flag.register_family(FAMILY, [VllmBackendClaim("mla", "MLA", choose), sparse])
 
 
 def _install(module: ModuleType) -> None:

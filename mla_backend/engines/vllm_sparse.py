@@ -35,7 +35,7 @@ from mla_backend.engines.sparse_layer import (
     unlimited,
 )
 from mla_backend.engines.vllm_facts import one_rank_refusal
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.spec_sparse_mla import HEAD_DIM
 
 _PADDED = (8, 16, 32)
@@ -128,8 +128,8 @@ def _of_form(
 
 
 @functools.cache
-def _scratch(device: torch.device) -> Scratch:
-    return Scratch(device)
+def _scratch(device: torch.device) -> SplitScratch:
+    return SplitScratch(device)
 
 
 def _keep_heads(layer: Any, heads: int) -> None:

@@ -18,7 +18,7 @@ from mla_backend.decode import MlaRun
 from mla_backend.launch_params import Sm90MlaParams, TritonMlaParams
 from mla_backend.plan.split_kv import CANDIDATES, split_kv
 from mla_backend.spec import MlaSpec
-from mla_backend.step_plan import SharedPrefix, StepPlan
+from mla_backend.step_plan import MlaPlan, SharedPrefix
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -89,8 +89,8 @@ class MlaPlanner:
         lengths: torch.Tensor,
         block_table: torch.Tensor | None = None,
         *,
-        out: StepPlan | None = None,
-    ) -> StepPlan:
+        out: MlaPlan | None = None,
+    ) -> MlaPlan:
         """The plan of one step.
 
         Args:
@@ -151,7 +151,7 @@ class MlaPlanner:
         self._fill(plan, path)
         return plan
 
-    def _expect_own(self, out: StepPlan, path: KernelPath) -> None:
+    def _expect_own(self, out: MlaPlan, path: KernelPath) -> None:
         """Require a plan as this planner makes them: runs go by what it says."""
         wanted = (self.spec.query_tokens, self._lists_prefixes(path))
         got = (out.query_tokens, out.merges is not None)
@@ -160,7 +160,7 @@ class MlaPlanner:
                 f"out must be a plan with the query tokens and list of merges {wanted}, got {got}"
             )
 
-    def _allocate(self, lengths: torch.Tensor, path: KernelPath) -> StepPlan:
+    def _allocate(self, lengths: torch.Tensor, path: KernelPath) -> MlaPlan:
         requests, rows = lengths.shape[0], self.spec.query_rows
         ctas = self._num_ctas(path)
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=lengths.device)
@@ -189,7 +189,7 @@ class MlaPlanner:
                 self.spec.num_heads,
                 work[ctas:] if lists == 2 else None,
             )
-        return StepPlan(
+        return MlaPlan(
             lengths,
             work[:ctas],
             zeros(tiles + lists),
@@ -215,7 +215,7 @@ class MlaPlanner:
             row_tiles *= blocks
         return max(sms // row_tiles, 1)
 
-    def _fill(self, plan: StepPlan, path: KernelPath) -> None:
+    def _fill(self, plan: MlaPlan, path: KernelPath) -> None:
         tokens = plan.lengths if plan.prefix is None else plan.prefix.tile_lengths
         if not tokens.is_cuda and path.name == "torch":
             work, num_splits = split_kv(tokens, plan.num_ctas, OVERHEAD, MIN_BLOCKS)
@@ -227,7 +227,7 @@ class MlaPlanner:
         else:
             plan_split_kv(tokens, plan, OVERHEAD, MIN_BLOCKS)
 
-    def _fill_sm90(self, plan: StepPlan, tokens: torch.Tensor, params: Sm90MlaParams) -> None:
+    def _fill_sm90(self, plan: MlaPlan, tokens: torch.Tensor, params: Sm90MlaParams) -> None:
         assert plan.merges is not None
         requests, prefix = plan.requests, plan.prefix
         packed = PARAMS.pack(
@@ -253,7 +253,7 @@ def _prefix_slot(own_slots: int, query_rows: int) -> int:
     return -(-own_slots * query_rows // 64)
 
 
-def plan_split_kv(lengths: torch.Tensor, plan: StepPlan, overhead: int, min_blocks: int) -> None:
+def plan_split_kv(lengths: torch.Tensor, plan: MlaPlan, overhead: int, min_blocks: int) -> None:
     """One launch of the Triton planner."""
     tiles, ctas = lengths.shape[0], plan.num_ctas
     _split_kernel(_power_of_two(tiles), _power_of_two(ctas)).launch(
@@ -270,7 +270,7 @@ def plan_split_kv(lengths: torch.Tensor, plan: StepPlan, overhead: int, min_bloc
 
 
 def _find_prefixes(
-    plan: StepPlan,
+    plan: MlaPlan,
     prefix: SharedPrefix,
     block_table: torch.Tensor,
     page_size: int,

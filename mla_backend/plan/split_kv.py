@@ -35,7 +35,7 @@ def split_kv(
         ctas: rows of the work list.
 
     Returns:
-        (work ``[ctas, 8]``, num_splits ``[tiles + 1]``), int32, as `StepPlan` describes them.
+        (work ``[ctas, 8]``, num_splits ``[tiles + 1]``), int32, as `MlaPlan` describes them.
     """
     lengths = lengths.long()
     there = lengths >= 0

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from mla_backend.contract.sparse_mla import SparseMlaInputs
-    from mla_backend.scratch import Scratch
+    from mla_backend.scratch import SplitScratch
 
 
 class SparseRun(Protocol):
     """One path, bound to a kind of layer."""
 
-    def __call__(self, x: SparseMlaInputs, scratch: Scratch, splits: int) -> None:
+    def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         """Run a checked call, whose tokens' rows are shared by ``splits`` programs."""
 
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:

@@ -12,7 +12,7 @@ from mla_backend.kernels.sm90.sparse_mla import sparse_mla_sm90_kernel
 from mla_backend.kernels.sm90.sparse_mla_rows import sparse_mla_rows_sm90_kernel
 from mla_backend.launch_params_sparse import GluonSparseMlaParams
 from mla_backend.plan.sparse_splits import blocks_of, sparse_splits
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.sparse.combine import combine
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
@@ -20,11 +20,13 @@ BLOCK = 64
 AXES = {"q": "..h."}
 
 
-def bind(row: KernelPath, spec: SparseMlaSpec, target: Target) -> Records | Rows:
-    return (Rows if spec.cache_format == "bf16_rows" else Records)(row.params, spec, target)
+def bind(row: KernelPath, spec: SparseMlaSpec, target: Target) -> GluonRecords | GluonRows:
+    return (GluonRows if spec.cache_format == "bf16_rows" else GluonRecords)(
+        row.params, spec, target
+    )
 
 
-class Records:
+class GluonRecords:
     """One launch of at most a CTA per SM, or two where CTAs share a token's rows."""
 
     def __init__(self, params: GluonSparseMlaParams, spec: SparseMlaSpec, target: Target) -> None:
@@ -36,7 +38,7 @@ class Records:
         blocks = blocks_of(topks, BLOCK)
         return sparse_splits(tokens * self._tiles, blocks, self._sms)
 
-    def __call__(self, x: SparseMlaInputs, scratch: Scratch, splits: int) -> None:
+    def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         is_split, heads = splits > 1, x.spec.num_heads
         items = x.tokens * splits * self._tiles
         partial_out = partial_lse = None
@@ -78,7 +80,7 @@ class Records:
             combine(x.out, x.lse, partial_out, partial_lse, x.sinks, splits)
 
 
-class Rows:
+class GluonRows:
     """One launch over rows of bf16; a prompt has tokens enough for every SM, so none is split."""
 
     def __init__(self, params: GluonSparseMlaParams, spec: SparseMlaSpec, target: Target) -> None:
@@ -88,7 +90,7 @@ class Rows:
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
         return 1
 
-    def __call__(self, x: SparseMlaInputs, scratch: Scratch, splits: int) -> None:
+    def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         items = x.tokens * self._tiles
         self._kernel.launch((min(items, self._sms), 1, 1), items=items, **x.rows_arguments())
 

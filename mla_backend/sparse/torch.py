@@ -10,7 +10,7 @@ from backend_core.autocast import without_autocast
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from mla_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
 
@@ -24,7 +24,7 @@ class SparseInTorch:
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
         return 1
 
-    def __call__(self, x: SparseMlaInputs, scratch: Scratch, splits: int) -> None:
+    def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         _run(x)
 
 

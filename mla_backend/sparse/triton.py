@@ -13,18 +13,20 @@ from mla_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
 from mla_backend.kernels import sparse_mla as kernels
 from mla_backend.launch_params_sparse import TritonSparseMlaParams
 from mla_backend.plan.sparse_splits import blocks_of, sparse_splits
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.sparse.combine import combine
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
 AXES = {"q": "..h."}
 
 
-def bind(row: KernelPath, spec: SparseMlaSpec, target: Target) -> Records | Rows:
-    return (Rows if spec.cache_format == "bf16_rows" else Records)(row.params, spec, target)
+def bind(row: KernelPath, spec: SparseMlaSpec, target: Target) -> TritonRecords | TritonRows:
+    return (TritonRows if spec.cache_format == "bf16_rows" else TritonRecords)(
+        row.params, spec, target
+    )
 
 
-class Records:
+class TritonRecords:
     """One launch over pages of records, or two where several programs share a token's rows."""
 
     def __init__(self, params: TritonSparseMlaParams, spec: SparseMlaSpec, target: Target) -> None:
@@ -37,7 +39,7 @@ class Records:
         blocks = blocks_of(topks, self._params.block_kv)
         return sparse_splits(tokens * self._tiles, blocks, self._sms)
 
-    def __call__(self, x: SparseMlaInputs, scratch: Scratch, splits: int) -> None:
+    def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         is_split, heads = splits > 1, x.spec.num_heads
         partial_out = partial_lse = None
         if is_split:
@@ -81,7 +83,7 @@ class Records:
             combine(x.out, x.lse, partial_out, partial_lse, x.sinks, splits)
 
 
-class Rows:
+class TritonRows:
     """One launch over rows of bf16; a prompt has tokens enough for every SM, so none is split."""
 
     def __init__(self, params: TritonSparseMlaParams, spec: SparseMlaSpec, target: Target) -> None:
@@ -91,7 +93,7 @@ class Rows:
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
         return 1
 
-    def __call__(self, x: SparseMlaInputs, scratch: Scratch, splits: int) -> None:
+    def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         self._kernel.launch((x.tokens * self._tiles, 1, 1), **x.rows_arguments())
 
 

@@ -16,10 +16,10 @@ from mla_backend import reference
 from mla_backend.api import mla_decode
 from mla_backend.launch_params import TABLES
 from mla_backend.plan import MlaPlanner
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.spec import MlaSpec
 from mla_backend.spec_sparse_mla import SparseMlaSpec
-from mla_backend.step_plan import StepPlan
+from mla_backend.step_plan import MlaPlan
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 PATHS = ("torch", "triton", "sm90") if ON_HOPPER else ("torch", "triton")
@@ -108,14 +108,14 @@ def run_case(
     *,
     causal: bool = True,
     sinks: torch.Tensor | None = None,
-    plan: StepPlan | None = None,
+    plan: MlaPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator on poisoned outputs and scratch."""
     plan = plan or planner.plan(case.lengths, case.block_table)
     shape = (*case.q_latent.shape[:3], 512)
     out = torch.full(shape, float("nan"), dtype=case.spec.dtype, device=case.lengths.device)
     lse = torch.full(case.q_latent.shape[:3], float("nan"), device=out.device)
-    scratch = Scratch(out.device)
+    scratch = SplitScratch(out.device)
     case.result = (out, lse)
     for tensor in scratch.reserve(plan.num_slots, max(case.spec.query_rows, 64), 512):
         tensor.fill_(float("nan"))

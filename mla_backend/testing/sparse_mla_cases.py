@@ -9,7 +9,7 @@ import torch
 
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.contract.sparse_mla import NamedRows
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.sparse_mla import SparseMlaSelection, sparse_mla
 from mla_backend.spec_sparse_mla import SparseMlaSpec
 
@@ -138,7 +138,7 @@ def run_case(case: SparseCase, selection: SparseMlaSelection, splits: int | None
     shape = case.q.shape
     out = torch.full(shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
     lse = torch.full(shape[:3], float("nan"), device=out.device)
-    scratch = Scratch(out.device)
+    scratch = SplitScratch(out.device)
     for tensor in scratch.reserve(shape[0] * shape[1] * (splits or 16), shape[2], 512):
         tensor.fill_(float("nan"))
     return sparse_mla(

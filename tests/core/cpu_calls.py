@@ -135,7 +135,7 @@ def prefill_calls() -> dict[str, tuple[Call, Outputs]]:
 def compressor_calls() -> dict[str, tuple[Call, Outputs]]:
     spec = dsv4_engine.make_spec("indexer_fp8")
     layer = dsv4_engine.make_layer(spec, device=CPU)
-    engine = dsv4_engine.Engine("ring", spec, [8], device=CPU)
+    engine = dsv4_engine.CompressorEngine("ring", spec, [8], device=CPU)
     row = dsv4_engine.make_history(spec, 4, 0, device=CPU)
     memory = (row, engine.state, engine.cache)
     decode, prefill = engine.decode_plan([(0, 8)]), engine.prefill_plan([(0, 0, 4)])

@@ -21,7 +21,7 @@ from dsv4_backend.torch_step import step
 from tests.dsv4.cases import (
     DEVICE,
     TARGET,
-    Engine,
+    CompressorEngine,
     assert_records,
     expected_rows,
     make_history,
@@ -39,7 +39,7 @@ def prepare(spec, layout, state_dtype=torch.float32, input_dtype=torch.float32, 
     """An engine whose requests are all but their newest token in the state."""
     layer = make_layer(spec, seed)
     lengths = LENGTHS[spec.compress_ratio]
-    engine = Engine(layout, spec, lengths, state_dtype)
+    engine = CompressorEngine(layout, spec, lengths, state_dtype)
     histories = [make_history(spec, length, 10 * seed + n) for n, length in enumerate(lengths)]
     for request, history in enumerate(histories):
         engine.fill_state(layer, request, history[:-1])

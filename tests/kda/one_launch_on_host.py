@@ -12,7 +12,7 @@ import torch
 
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.arguments_sm90 import Variant
+from kda_backend.prefill.arguments_sm90 import PrefillVariant
 from kda_backend.prefill.one_launch_sm90 import Launch
 from tests.kda.cases import Backend
 from tests.kda.prefill_on_host import ROWS
@@ -34,7 +34,9 @@ class Sources:
         self.folder, self.seed = folder, seed
         self.launches: list[Launch] = []
 
-    def load_kernels(self, device: object, variant: Variant) -> dict[tuple[int, int], HostKernel]:
+    def load_kernels(
+        self, device: object, variant: PrefillVariant
+    ) -> dict[tuple[int, int], HostKernel]:
         made = _Kernels()
         made.build = lambda rows, ctas: HostKernel(
             self.folder / "one_launch.cu",

@@ -16,7 +16,7 @@ from backend_core.target import KNOWN_TARGETS
 from kda_backend.launch_params import TABLES, SegmentedParams
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.arguments_sm90 import Track, Variant
+from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
@@ -62,7 +62,7 @@ def use_two_stages(
         scan_params: by which the scan finds its arguments, by default its variant's.
         track: for calls that ask for states inside of their sequences.
     """
-    variant = Variant(
+    variant = PrefillVariant(
         Gate[gate.upper()], Beta[beta.upper()], l2norm, torch.bfloat16, False, False, track
     )
     polls = {"MAX_POLLS": max_polls}
@@ -85,7 +85,7 @@ def use_two_stages(
         cluster_size=2 if split else 1,
         run_seed=seed,
     )
-    kernels = pipeline._Kernels(
+    kernels = pipeline._StageKernels(
         {2: intra},  # type: ignore[dict-item]
         (scan, scan),  # type: ignore[arg-type]
         lambda shape: schedule_of(shape, split=split, sequence_major=sequence_major),
@@ -101,7 +101,7 @@ def use_two_stages(
     )
     # few SMs: CTAs take several tasks
     cost_model = CostModel.from_table(ROW.params, num_sms=5)
-    of_segments = segmented._Kernels(*passes, (scan, scan), cost_model)  # type: ignore[arg-type]
+    of_segments = segmented._SegmentKernels(*passes, (scan, scan), cost_model)  # type: ignore[arg-type]
     monkeypatch.setattr(segmented, "_kernels", lambda *_: of_segments)
     monkeypatch.setattr(
         segmented,

@@ -15,7 +15,7 @@ from kda_backend.contract.values import ConvInputs, StateRef
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.arguments_sm90 import Track, Variant
+from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track
 from kda_backend.scratch import Scratch
 from kda_backend.step_plan import build_chunk_table, build_step_plan
 from kda_backend.testing.cases import cu_tensor
@@ -46,7 +46,9 @@ class Loaded:
     def __init__(self, sources: Path) -> None:
         self.sources, self.launches = sources, 0
 
-    def __call__(self, device: object, variant: Variant, taps: torch.dtype) -> dict[int, Loaded]:
+    def __call__(
+        self, device: object, variant: PrefillVariant, taps: torch.dtype
+    ) -> dict[int, Loaded]:
         self.kernel = HostKernel(
             self.sources / "intra_chunk.cu",
             "intra_chunk",

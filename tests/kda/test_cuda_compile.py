@@ -19,7 +19,7 @@ from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as prefill
-from kda_backend.prefill.arguments_sm90 import Track, Variant
+from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track
 from kda_backend.spec import Beta, Gate
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
 
@@ -49,8 +49,8 @@ TRACKING = {
 }
 
 
-def variant_of(gate: Gate = Gate.SOFTPLUS, *, track: Track = Track.NONE) -> Variant:
-    return Variant(gate, Beta.SIGMOID, True, BF16, False, False, track)
+def variant_of(gate: Gate = Gate.SOFTPLUS, *, track: Track = Track.NONE) -> PrefillVariant:
+    return PrefillVariant(gate, Beta.SIGMOID, True, BF16, False, False, track)
 
 
 def prefill_variants() -> Iterator[tuple[str, Source]]:

@@ -14,7 +14,7 @@ import torch
 
 from backend_core.launch import faults
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.arguments_sm90 import Track, Variant
+from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track
 from kda_backend.prefill.sm_schedule import PrefillShape, Schedule
 from kda_backend.scratch import Scratch
 from kda_backend.spec import Beta, Gate
@@ -25,7 +25,9 @@ from tools.cuda_on_host.driver import GXX, HostKernel, run_launches
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 FEW = {"MAX_POLLS": 3000}
-VARIANT = Variant(Gate.SOFTPLUS, Beta.SIGMOID, True, torch.bfloat16, False, False, Track.NONE)
+VARIANT = PrefillVariant(
+    Gate.SOFTPLUS, Beta.SIGMOID, True, torch.bfloat16, False, False, Track.NONE
+)
 NEXT_TILE, STARTED = 1, 4  # of the counters
 CPU = Backend("kernels", torch.device("cpu"))
 Plant = Callable[[Any], Any]
@@ -38,7 +40,7 @@ def clean_record() -> Iterator[None]:
     pipeline.fault_record().words.zero_()
 
 
-def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline._Kernels:
+def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline._StageKernels:
     intra = HostKernel(
         pipeline.KERNELS / "intra_chunk.cu",
         "intra_chunk",
@@ -59,7 +61,7 @@ def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline._Kernels
         scan_ctas = 4 * shape.tasks if split else min(shape.tasks, 2)
         return Schedule(2, split, scan_ctas, 3, 2, tiles_of_reserved, False)
 
-    return pipeline._Kernels({2: intra}, (scan, scan), schedule)  # type: ignore[dict-item, arg-type]
+    return pipeline._StageKernels({2: intra}, (scan, scan), schedule)  # type: ignore[dict-item, arg-type]
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ class NotLaunched:
         pass
 
 
-def without_intra(made: pipeline._Kernels) -> pipeline._Kernels:
+def without_intra(made: pipeline._StageKernels) -> pipeline._Kernels:
     return made._replace(intra={2: NotLaunched()})  # type: ignore[dict-item]
 
 

@@ -70,7 +70,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     monkeypatch.setattr(triton_launch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(KernelLaunch, "_find", lambda *args: made.find(*args))
     scans = made.kernel("scan"), made.kernel("scan_split")
-    kernels = pipeline._Kernels(
+    kernels = pipeline._StageKernels(
         dict.fromkeys((2, 4), made.kernel("intra")),  # type: ignore[dict-item]
         scans,  # type: ignore[arg-type]
         lambda shape: schedule_of(shape, split=False, sequence_major=False),
@@ -81,7 +81,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     )
     in_one_launch = {(64, ctas): made.kernel("one launch") for ctas in (1, 2)}
     monkeypatch.setattr(in_one, "load_kernels", lambda *_: in_one_launch)
-    of_segments = segmented._Kernels(
+    of_segments = segmented._SegmentKernels(
         made.kernel("ends"),  # type: ignore[arg-type]
         made.kernel("merge"),  # type: ignore[arg-type]
         scans,  # type: ignore[arg-type]

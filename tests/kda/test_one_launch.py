@@ -16,7 +16,7 @@ from kda_backend.contract.values import StateRef, TokenInputs
 from kda_backend.launch_params import TABLES
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import paths
-from kda_backend.prefill.arguments_sm90 import Track, Variant
+from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track
 from kda_backend.prefill.one_launch_sm90 import CTAS_PER_SM, choose_launch
 from kda_backend.selection import select
 from kda_backend.step_plan import StepPlan, build_step_plan
@@ -93,7 +93,7 @@ def test_all_kernels_that_a_step_can_choose_are_loaded(monkeypatch: pytest.Monke
             loaded.append((self.defines["ROWS"], self.defines["MIN_BLOCKS"]))
 
     monkeypatch.setattr(in_one, "CudaKernel", Loaded)
-    variant = Variant(3, 1, True, torch.bfloat16, False, False, Track.NONE)
+    variant = PrefillVariant(3, 1, True, torch.bfloat16, False, False, Track.NONE)
     kernels = in_one.load_kernels(torch.device("cpu"), variant)
     assert sorted(kernels) == sorted(loaded)
     assert sorted(kernels) == sorted((r, c) for r, many in CTAS_PER_SM.items() for c in (1, many))

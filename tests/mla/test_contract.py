@@ -12,7 +12,7 @@ from mla_backend.api import mla_decode, select_mla_decode
 from mla_backend.contract.mla_decode import split_cache
 from mla_backend.plan import MlaPlanner
 from mla_backend.spec import MlaSpec
-from mla_backend.step_plan import StepPlan
+from mla_backend.step_plan import MlaPlan
 from mla_backend.testing.cases import SCALE, forced, make_case
 
 SPEC = MlaSpec(4, 64)
@@ -35,7 +35,7 @@ def arguments() -> dict[str, Any]:
     }
 
 
-def other_plan(requests: int, tokens: int) -> StepPlan:
+def other_plan(requests: int, tokens: int) -> MlaPlan:
     spec = MlaSpec(4, 64, query_tokens=tokens)
     lengths = torch.full((requests,), 40, dtype=torch.int32)
     return MlaPlanner(forced(spec, "torch")).plan(lengths)

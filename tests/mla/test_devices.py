@@ -32,7 +32,7 @@ from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache
 from mla_backend.engines import mla_decoder
 from mla_backend.engines.sparse_layer import Form, SparseLayer
 from mla_backend.plan import MlaPlanner
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.sparse_mla import SparseMlaSelection, selection_for, sparse_mla
 from mla_backend.spec import MlaSpec
 from mla_backend.spec_sparse_mla import SparseMlaSpec
@@ -98,7 +98,7 @@ def decoder(device: torch.device) -> Call:
     served = mla_decoder.MlaDecoder.__new__(mla_decoder.MlaDecoder)
     served.device = device
     served._kinds = {1: (Lead(((1, None),), "a test"), mla_selection(device))}
-    served._most, served._plans, served._scratch = 3, {}, Scratch(device)
+    served._most, served._plans, served._scratch = 3, {}, SplitScratch(device)
 
     def call() -> Results:
         served.warm_up()
@@ -127,7 +127,7 @@ def sparse_layer(device: torch.device) -> Call:
     form = Form(4, case.spec.page_size, case.spec.extra_page_size, (20, 70), 3)
     lead = Lead(((1, None),), "a test")
     selection = sparse_selection(device, case.spec)
-    served = SparseLayer(selection.target, form, {"decode": lead}, Scratch(device))
+    served = SparseLayer(selection.target, form, {"decode": lead}, SplitScratch(device))
     served._selections[case.spec] = selection
     q, extra, sinks = case.q, case.extra, case.sinks
     return lambda: (served.decode(q, case.rows, extra, scale=0.1, sinks=sinks, out=None),)
@@ -313,13 +313,13 @@ def refused(name: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
         planner = MlaPlanner(mla_selection(CPU))
         plan, out = planner.plan(case.lengths), torch.zeros(2, 1, 4, 512, dtype=torch.bfloat16)
         tensors = (case.q_latent, case.q_rope, case.kv_latent, case.kv_rope, case.block_table)
-        options: dict[str, Any] = {"scale": 0.1, "out": out, "scratch": Scratch(OTHER)}
+        options: dict[str, Any] = {"scale": 0.1, "out": out, "scratch": SplitScratch(OTHER)}
         return lambda: mla_decode(*tensors, plan, planner.selection, **options), (out,)
     if name.startswith("sparse_mla"):
         sparse = sparse_case(CPU)
         out, rows, scratch = torch.zeros_like(sparse.q), sparse.rows, None
         if name == "sparse_mla scratch":
-            scratch = Scratch(OTHER)
+            scratch = SplitScratch(OTHER)
         else:
             rows = NamedRows(rows.cache, away(rows.indices), rows.lengths)
         selection = sparse_selection(CPU, sparse.spec)

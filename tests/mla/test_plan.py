@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mla_backend.launch_params import Sm90MlaParams
 from mla_backend.plan.planner import plan_split_kv
 from mla_backend.plan.split_kv import split_kv
-from mla_backend.step_plan import StepPlan
+from mla_backend.step_plan import MlaPlan
 
 lengths_of = st.lists(st.integers(0, 5000) | st.integers(0, 130), min_size=1, max_size=40)
 
@@ -94,10 +94,10 @@ def test_the_triton_planner_is_the_one_in_torch(device: torch.device, seed: int)
         assert torch.equal(plan.num_splits.cpu(), num_splits)
 
 
-def empty_plan(lengths: torch.Tensor, ctas: int) -> StepPlan:
+def empty_plan(lengths: torch.Tensor, ctas: int) -> MlaPlan:
     tiles = lengths.shape[0]
     i32 = {"dtype": torch.int32, "device": lengths.device}
-    return StepPlan(
+    return MlaPlan(
         lengths, torch.zeros(ctas, 8, **i32), torch.zeros(tiles + 1, **i32), 1, 0,
         starts=torch.zeros(2, tiles, **i32),
     )  # fmt: skip

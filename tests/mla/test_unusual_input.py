@@ -13,7 +13,7 @@ from mla_backend.contract.sparse_mla import NamedRows
 from mla_backend.decode import sm90 as mla_sm90
 from mla_backend.drop_ins.flashinfer import MultiLevelCascadeAttentionWrapper
 from mla_backend.plan import MlaPlanner
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.spec import MlaSpec
 from mla_backend.testing import sparse_mla_cases as sparse
 from mla_backend.testing.cases import (
@@ -138,7 +138,7 @@ def test_hopper_refuses_rows_that_its_copies_cannot_fetch(name: str) -> None:
             plan=plan,
             selection=selection,
             scale=SCALE,
-            scratch=Scratch(torch.device("cpu")),
+            scratch=SplitScratch(torch.device("cpu")),
             **tensors,
         )
 

@@ -247,8 +247,8 @@ def _chunk_table(target: Target) -> Answer:
     count = len(start)
     wrong = int((table.start[:count] != torch.tensor(start)).sum())
     wrong += int((table.length[:count] != torch.tensor(length)).sum())
-    wrong += int((table.offsets != torch.tensor(first)).sum())
-    wrong += int((table.length[count:] != 0).sum())
+    wrong += int((table.offsets[: len(first)] != torch.tensor(first)).sum())
+    wrong += int((table.length[count : plan.num_chunks] != 0).sum())
     return float(wrong), 0.5
 
 

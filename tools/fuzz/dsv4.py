@@ -33,7 +33,7 @@ from dsv4_backend.step_plan import CompressorStepPlan, StateLayout
 from dsv4_backend.testing.engine import (
     POISON,
     Chunk,
-    Engine,
+    CompressorEngine,
     make_history,
     make_layer,
     make_spec,
@@ -117,7 +117,9 @@ class _Step:
         # a request that has ended nothing yet has a single token
         self.lengths = [max(n, 1) for n in draw.lengths("lengths", count, edges, longest)]
         self.is_adversarial = draw.chance("adversarial", 0.4)
-        self.engine = Engine(kind.layout, spec, self.lengths, kind.state_dtype, device=CPU)
+        self.engine = CompressorEngine(
+            kind.layout, spec, self.lengths, kind.state_dtype, device=CPU
+        )
         self.is_decode = phase == "decode"
         self.plan = self._decode_plan(draw) if self.is_decode else self._prefill_plan(draw)
         self.plan_here: CompressorStepPlan = move_plan(self.plan, device)

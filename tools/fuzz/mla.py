@@ -16,7 +16,7 @@ from backend_core.target import Target
 from mla_backend.api import mla_decode, select_mla_decode
 from mla_backend.launch_params import TABLES
 from mla_backend.plan import MlaPlanner
-from mla_backend.scratch import Scratch
+from mla_backend.scratch import SplitScratch
 from mla_backend.spec import MlaSpec
 from mla_backend.testing.cases import SCALE, MlaCase, expected, make_case
 from mla_backend.testing.checks import ALLOWED, LSE_ALLOWED
@@ -67,7 +67,7 @@ class _Decode:
         shape = self.case.q_latent.shape
         self.out = torch.empty(shape, dtype=spec.dtype, device=device)
         self.lse = torch.empty(shape[:3], device=device)
-        self.scratch = Scratch(device)
+        self.scratch = SplitScratch(device)
         self.plan = self.planner.plan(self.case.lengths, self.case.block_table)
         self.last_write = torch.zeros(1, device=device)
 

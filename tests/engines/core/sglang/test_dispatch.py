@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from backend_core.engines import sglang_flag
-from backend_core.engines.sglang_flag import BackendClaim
+from backend_core.engines.sglang_flag import SglangBackendClaim
 from kda_backend.engines.sglang_kernel import KdaKernel
 from tests.engines.kda.sglang.harness import Served
 
@@ -29,8 +29,8 @@ def families(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return copy
 
 
-def claim(answer: type | str, kind: str = "attention") -> tuple[BackendClaim]:
-    return (BackendClaim(kind, "full-attention", lambda runner, upstream: answer),)
+def claim(answer: type | str, kind: str = "attention") -> tuple[SglangBackendClaim]:
+    return (SglangBackendClaim(kind, "full-attention", lambda runner, upstream: answer),)
 
 
 def test_two_families_serve_one_model(families: Any, log_lines: list[str]) -> None:
@@ -49,7 +49,7 @@ def test_two_families_serve_one_model(families: Any, log_lines: list[str]) -> No
 
 @pytest.mark.parametrize("other", [claim("upstream's is ahead here"), claim(Ours, kind="mla")])
 def test_what_is_declined_or_of_another_kind_is_upstreams(
-    families: Any, log_lines: list[str], other: tuple[BackendClaim]
+    families: Any, log_lines: list[str], other: tuple[SglangBackendClaim]
 ) -> None:
     families["mla"] = other
     served = Served("--attention-backend", "kda")

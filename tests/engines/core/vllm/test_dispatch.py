@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from backend_core.engines import vllm_flag
-from backend_core.engines.vllm_flag import BackendClaim, PlatformDelegate, Request
+from backend_core.engines.vllm_flag import PlatformDelegate, Request, VllmBackendClaim
 from dsv4_backend.engines.vllm import register as register_dsv4
 from kda_backend.engines.vllm import register
 from mla_backend.engines.vllm import register as register_mla
@@ -105,7 +105,7 @@ def test_one_kind_may_be_another_familys(
         asked.append(request)
         return Ours
 
-    families["mla"] = vllm_flag._Family((BackendClaim("mla", "MLA", choose),))
+    families["mla"] = vllm_flag._Family((VllmBackendClaim("mla", "MLA", choose),))
     config = engine_config(flag=True)
     assert selected(platform, MLA, config) is Ours
     assert selected(platform, FULL, config) is TritonAttentionBackend
@@ -120,7 +120,7 @@ def test_one_kind_may_be_another_familys(
 def test_a_claim_that_declines_leaves_upstreams(
     platform: Any, families: Any, log_lines: list[str]
 ) -> None:
-    claim = BackendClaim("mla", "MLA", lambda request: "upstream's is ahead on this part")
+    claim = VllmBackendClaim("mla", "MLA", lambda request: "upstream's is ahead on this part")
     families["mla"] = vllm_flag._Family((claim,))
     config = engine_config(flag=True)
     for _ in range(2):

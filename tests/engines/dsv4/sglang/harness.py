@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import prepare_server_args
 
 from dsv4_backend import CompressorLayer, CompressorSpec, RingDecode
-from tests.dsv4.cases import POISON, Chunk, Engine, make_layer, make_spec
+from tests.dsv4.cases import POISON, Chunk, CompressorEngine, make_layer, make_spec
 from tests.engines.deepseek_v4 import model_directory
 from tests.engines.kda.sglang.harness import one_rank
 
@@ -33,7 +33,7 @@ STEP = "_forward_compress_all_in_one"
 class States(CompressStatePool):
     """sglang's state pool over the engine's rows."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CompressorEngine) -> None:
         self.kv_score_buffer = KVAndScore(engine.state)
 
 
@@ -42,7 +42,7 @@ class Pool(DeepSeekV4TokenToKVPool):
 
     uniform_fp8 = False
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CompressorEngine) -> None:
         self.engine = engine
         self.layer_mapping = {0: (engine.spec.compress_ratio, 0, object())}
 
@@ -72,7 +72,7 @@ class Backend(CompressorBackendMixin):
 
     enable_deepseek_v4_fp4_indexer = False
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CompressorEngine) -> None:
         self.token_to_kv_pool = Pool(engine)
 
 
@@ -111,7 +111,7 @@ class Served:
     ) -> None:
         rounding = "aiter" if cache_format == "indexer_mxfp4_planes" else "sglang"
         spec = make_spec(cache_format, ratio, rounding=rounding, page_tokens=page_tokens)
-        self.engine = Engine("ring", spec, lengths or [33, 30])
+        self.engine = CompressorEngine("ring", spec, lengths or [33, 30])
         self.compressor, self.layer = make_compressor(spec)
         self.layer_id = 0
         full = Backend(self.engine)

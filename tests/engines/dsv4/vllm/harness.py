@@ -13,7 +13,7 @@ from vllm.forward_context import set_forward_context
 
 from backend_core.engines.vllm_flag import flag_name
 from dsv4_backend import CompressorLayer, PagedPrefill
-from tests.dsv4.cases import Chunk, Engine, make_spec
+from tests.dsv4.cases import Chunk, CompressorEngine, make_spec
 from tests.engines.deepseek_v4 import model_directory
 from tests.engines.vllm_process import common_metadata
 
@@ -107,7 +107,7 @@ class Step:
         ratio = compressor.compress_ratio
         spec = make_spec(cache_format, ratio, rotate=False, rope_layout="split", **changes)
         self.compressor = compressor
-        self.caches = Engine("paged", spec, lengths)
+        self.caches = CompressorEngine("paged", spec, lengths)
         self.layer = CompressorLayer(
             spec,
             compressor.ape.view(ratio, spec.halves, spec.head_dim),

@@ -37,8 +37,8 @@ from dsv4_backend.engines import vllm as flag
 from dsv4_backend.engines import vllm_low_ratio as adapter
 from dsv4_backend.engines.vllm_low_ratio import (
     LowRatioCompressor,
-    MetadataBuilder,
-    StateCache,
+    LowRatioMetadataBuilder,
+    LowRatioStateCache,
 )
 from dsv4_backend.low_ratio.torch import step as definition
 from dsv4_backend.testing import low_ratio as kit
@@ -238,7 +238,7 @@ def test_the_engines_steps_give_the_definitions_rings_and_records(
     config = engine_config()
     layer = build(monkeypatch, config, ratio, main, index)
     assert type(layer.compressor) is LowRatioCompressor
-    assert ratio == 1 or type(layer.compressor.state_cache) is StateCache
+    assert ratio == 1 or type(layer.compressor.state_cache) is LowRatioStateCache
     step = Served(layer, main, index, config)
     want = step.wanted(step.serve())
     for got, wanted in zip(step.caches.caches, want.caches, strict=True):
@@ -327,7 +327,7 @@ def test_what_a_graph_may_replay_decides_what_it_holds(monkeypatch: pytest.Monke
         metadata, _ = step.metadata(chunks, 0)
         metadata[compressor.state_cache.prefix].replays_decodes_alone = decodes
         assert adapter._plan(compressor, metadata, positions).longest == longest
-    builder = object.__new__(MetadataBuilder)
+    builder = object.__new__(LowRatioMetadataBuilder)
     for mode, alone in ((CUDAGraphMode.FULL, False), (CUDAGraphMode.FULL_AND_PIECEWISE, True)):
         builder.vllm_config = types.SimpleNamespace(
             compilation_config=types.SimpleNamespace(cudagraph_mode=mode)

@@ -26,9 +26,9 @@ from tests.engines.kda.vllm.test_checkpoints import caching_config
 from tests.engines.kda.weights import drawn
 from tests.engines.launches import Variant, variant
 
-Step = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
+VllmStep = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
 # (tokens of each request, tokens before them, no drafts), decodes first
-STEPS: list[Step] = [
+STEPS: list[VllmStep] = [
     ((1,), (30,), None),
     ((1, 1, 1), (3, 4, 5), None),
     ((64,), (0,), None),
@@ -39,7 +39,7 @@ STEPS: list[Step] = [
     ((1, 1, 1, 100, 5), (4, 9, 2, 0, 64), None),
 ]
 # The same with drafts, and what was accepted of the draft before (0: none).
-DRAFTED: list[Step] = [
+DRAFTED: list[VllmStep] = [
     ((4,), (30,), (1,)),
     ((4, 4, 4), (3, 4, 5), (1, 4, 2)),
     ((1, 4), (7, 9), (0, 1)),
@@ -69,7 +69,7 @@ def names(variants: Sequence[Variant]) -> set[str]:
     return {key[0] for key in variants}
 
 
-def kernels_of(layer: Any, config: Any, launched: list[Variant], steps: list[Step]) -> set[str]:
+def kernels_of(layer: Any, config: Any, launched: list[Variant], steps: list[VllmStep]) -> set[str]:
     """The kernels of all steps, each of whose variants the profile run has launched."""
     x = torch.randn(512, 256).bfloat16()
     run_layer(layer, config, x, None)

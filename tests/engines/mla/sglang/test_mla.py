@@ -19,7 +19,7 @@ from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from mla_backend.engines import mla_decoder, sglang_mla
 from mla_backend.engines import sglang as adapter
-from mla_backend.engines.sglang_mla import SplitKvMLABackend
+from mla_backend.engines.sglang_mla import SplitKvAttnBackend
 from mla_backend.plan.planner import MlaPlanner
 from tests.engines.kda.sglang.device_graph import DeviceGraph
 from tests.engines.mla.sglang import flash_attention
@@ -49,7 +49,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
         monkeypatch.setattr(sglang_mla, "detect_target", lambda device: target)
         monkeypatch.setattr(mla_decoder, "decode_lead", lambda *args: Lead(((1, most),), "a test"))
         server = Server(**options)
-        server.backend = SplitKvMLABackend(server.runner, server.upstream)
+        server.backend = SplitKvAttnBackend(server.runner, server.upstream)
         return server
 
     return made
@@ -158,7 +158,7 @@ def test_a_replay_without_planning_is_noticed(
     server.fill([500, 300])
     batch = server.batch(2)
     want = upstreams(server, batch, drawn)
-    monkeypatch.setattr(SplitKvMLABackend, "_plan", lambda self, forward_batch: None)
+    monkeypatch.setattr(SplitKvAttnBackend, "_plan", lambda self, forward_batch: None)
     replay(server, captured, batch, graph)
     assert relative_error(outs[0], want) > 0.1
 
@@ -255,7 +255,7 @@ def chosen(server: Server) -> type | str:
 def test_what_is_served_follows_the_measurement(
     hopper: None, heads: int, limit: str, grids: str, log_lines: list[str]
 ) -> None:
-    assert chosen(Server(heads=heads)) is SplitKvMLABackend
+    assert chosen(Server(heads=heads)) is SplitKvAttnBackend
     assert log_lines[0] == (
         f"kda-dsv4-backend: MLA with {heads} heads per rank on H200 (sm90): decode steps {limit}"
         " requests are planned, run and combined here, where"
@@ -375,11 +375,11 @@ def test_the_flag_puts_the_class_into_the_hybrid_backend(
         monkeypatch.setattr(sglang_flag, "fallback", lambda reason: None)
     monkeypatch.setattr(mla_decoder, "decode_lead", lambda *args: Lead(((1, None),), "a test"))
     backend = sglang_flag.build_backend(build, server.runner, server.upstream)
-    assert type(backend) is SplitKvMLABackend and built == [backend]
+    assert type(backend) is SplitKvAttnBackend and built == [backend]
     assert isinstance(backend, FlashAttentionBackend)
     assert backend.token_to_kv_pool is server.tokens
     assert (
-        "kda-dsv4-backend: MLA layers are served by mla (SplitKvMLABackend in the place of"
+        "kda-dsv4-backend: MLA layers are served by mla (SplitKvAttnBackend in the place of"
         " FlashAttentionBackend)"
     ) in log_lines
 

@@ -264,7 +264,7 @@ def test_lengths_that_the_host_reads_in_a_capture_are_caught(
 
 
 def test_a_warm_layer_takes_no_memory_in_a_step(serve: Serve) -> None:
-    """Scratch is there before anything is captured, for every number of tokens and width.
+    """SplitScratch is there before anything is captured, for every number of tokens and width.
 
     In float32, though vLLM builds layers with bfloat16 as torch's default.
     """
