@@ -16,6 +16,7 @@ from dsv4_backend.testing.engine import POISON, Chunk, move_plan
 from dsv4_backend.testing.low_ratio import (
     CPU,
     FORMATS,
+    SGLANG,
     LowRatioEngine,
     judge,
     make_history,
@@ -25,18 +26,24 @@ from dsv4_backend.testing.low_ratio import (
 )
 from tools.fuzz.batches import Draw, FuzzBatch, MismatchError
 
+FORMATS_OF_ALL = (*FORMATS, SGLANG[:2])
+
 
 def low_ratio_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random step of a few requests, after random steps before it by the definition."""
-    ratio, (main, index) = draw.choice("ratio", (1, 2)), draw.choice("formats", FORMATS)
-    spec = make_spec(ratio, main, index, draw.choice("page tokens", (16, 48)))
+    ratio, (main, index) = draw.choice("ratio", (1, 2)), draw.choice("formats", FORMATS_OF_ALL)
+    rounding = "sglang_v41" if (main, index) == SGLANG[:2] else "vllm"
+    spec = make_spec(ratio, main, index, draw.choice("page tokens", (16, 48)), rounding)
     rows = {
         f"{row.name} to {row.max_grid}": row
         for row in load_table(TABLES, target).rows
         if row.operator == OPERATOR and row.name != UPSTREAM
     }
     path = rows[draw.choice("path", tuple(rows))]
-    most, count = path.max_longest or 40, draw.integer("requests", 1, 5)
+    ring_rows = draw.choice("ring rows", (8, 16) if rounding == "vllm" else (2, 4, 8))
+    # what is limited in length is in rings, too
+    most = min(path.max_longest, ring_rows - 1) if path.max_longest else 40
+    count = draw.integer("requests", 1, 5)
     lengths = draw.lengths("lengths", count, (1, 2, 7, 8, 9), most)
     chunks: list[Chunk] = []
     for n in draw.shuffled(range(count)):
@@ -44,7 +51,6 @@ def low_ratio_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatc
         chunks.append((n, before, before + min(max(lengths[n], 1), most)))
     longest = max(end for _, _, end in chunks)
     layer = make_layer(spec, draw.seed() % 1000, CPU)
-    ring_rows = draw.choice("ring rows", (8, 16))
     engine = LowRatioEngine(spec, count, longest, ring_rows)
     plan = engine.plan(chunks, draw.integer("padding", 0, 3))
     rows_of = torch.full((plan.num_tokens + 3, spec.row_width), torch.nan)
@@ -67,7 +73,11 @@ def low_ratio_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatc
                 step(engine.call(layer, histories[n][:begin]), engine.plan([(n, 0, begin)], 0))
         rows = torch.cat([histories[n][begin:end] for n, begin, end in chunks])
         rows_of[: len(rows)] = rows
-        moved.kv_score.copy_(rows_of)
+        fresh = engine.call(layer, rows_of)
+        for one in (call, moved):
+            one.kv_score.copy_(fresh.kv_score)
+            if one.score is not None and fresh.score is not None:
+                one.score.copy_(fresh.score)
         moved.cache.copy_(call.cache)
         moved.index_cache.copy_(call.index_cache)
         if moved.state is not None and call.state is not None:
@@ -77,6 +87,7 @@ def low_ratio_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatc
         compress_low_ratio_(
             *(moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache),
             plan_here,
+            score=moved.score,
             target=target,
             selection=selection,
             launches=launches,
