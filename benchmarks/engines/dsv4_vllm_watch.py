@@ -137,7 +137,7 @@ class Watch:
             self.equal[key] += 1
         elif len(self.failures) < 20:
             self.failures.append(f"{key}: {self.where(after, eager, inputs)}")
-        upstream = self.again(self.stock, inputs, metadata, after)
+        upstream = self.again(self.by_upstream, inputs, metadata, after)
         self.count(after, upstream, inputs, metadata)
         drafts = int(batch.num_draft_tokens)
         self.drafts += drafts
@@ -169,7 +169,9 @@ class Watch:
                 view(copy, cache)[pages] = view(after, cache)[pages]
         return copy
 
-    def stock(self, compressor: Any, kv_score: torch.Tensor, positions: Any, *rope: Any) -> None:
+    def by_upstream(
+        self, compressor: Any, kv_score: torch.Tensor, positions: Any, *rope: Any
+    ) -> None:
         """Upstream's launches for a compressor; in V4.1 its layer makes those of the records."""
         latent = self.upstream(compressor, kv_score, positions, *rope)
         if latent is not None:

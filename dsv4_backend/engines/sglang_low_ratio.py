@@ -25,10 +25,8 @@ from sglang.srt.layers.attention.dsv4.dsv41_sparse import (
 from sglang.srt.runtime_context import get_parallel
 
 from backend_core.engines.calls import odd_arguments
-from backend_core.engines.log import chosen
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
-from backend_core.target import detect_target
 from dsv4_backend import (
     LowRatioLaunchCache,
     LowRatioLayer,
@@ -38,8 +36,8 @@ from dsv4_backend import (
     compress_low_ratio_,
     warm_up_low_ratio,
 )
+from dsv4_backend.engines import low_ratio_paths
 from dsv4_backend.engines.sglang_compressor import pages_of
-from dsv4_backend.low_ratio_step import low_ratio_selection
 from dsv4_backend.spec import ROPE_DIM
 
 _EAGER, _TORCH, _FUSED = (f"_low_ratio_compress{end}" for end in ("", "_torch", "_fused"))
@@ -189,7 +187,7 @@ class LowRatioSteps:
                 try:
                     tensors = _rings(state, ring_rows), pages_of(main), pages_of(index)
                     ours = _layer(layer, pool.get_extra_key_page_size(at), index.shape[1])
-                    _choose(main.device, ours.spec)
+                    _say_paths(main.device, ours.spec)
                     rows = project()
                     for firsts in (None, pos[:1].int() if starts is None else starts):
                         plan = self._plan(layer.compress_ratio, req, pos, firsts, longest)
@@ -280,11 +278,6 @@ def _layer(layer: Any, page_tokens: int, key_page_bytes: int) -> LowRatioLayer:
 
 
 @functools.cache
-def _choose(device: torch.device, spec: LowRatioSpec) -> None:
-    """Select the paths of a kind of compressor and log once which they are."""
-    target = detect_target(device)
-    selection = low_ratio_selection(target, spec)
-    paths = ", ".join(dict.fromkeys(row.name for row in selection.rows))
-    formats = f"{spec.main.cache_format}, {spec.index.cache_format}"
-    layers = f"DeepSeek-V4.1's compressors of ratio {spec.compress_ratio} ({formats})"
-    say(*chosen(layers, target, paths, (), (selection,)))
+def _say_paths(device: torch.device, spec: LowRatioSpec) -> None:
+    """Log once which paths serve a kind of compressor."""
+    say(*low_ratio_paths.lines_of(device, spec))

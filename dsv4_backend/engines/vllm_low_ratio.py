@@ -33,12 +33,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import vllm_flag
 from backend_core.engines.calls import odd_arguments
-from backend_core.engines.log import chosen
 from backend_core.engines.vllm_blocks import block_tokens
 from backend_core.engines.vllm_flag import flag_name, say
 from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
-from backend_core.target import detect_target
 from dsv4_backend import (
     LowRatioLaunchCache,
     LowRatioLayer,
@@ -48,7 +46,7 @@ from dsv4_backend import (
     compress_low_ratio_,
     warm_up_low_ratio,
 )
-from dsv4_backend.low_ratio_step import low_ratio_selection
+from dsv4_backend.engines import low_ratio_paths
 from dsv4_backend.spec import KEY_DIM, LATENT_DIM, ROPE_DIM, CacheFormat
 
 _FORWARD = {"self", "kv_score", "positions"}
@@ -68,7 +66,7 @@ def adopt(attention: Any, vllm_config: VllmConfig) -> str | None:
     tokens = block_tokens(attention, vllm_config) // int(compressor.compress_ratio)
     try:
         spec = _spec(attention, tokens, tokens)
-        _choose(device, spec)
+        _say_paths(device, spec)
     except (LookupError, ValueError) as error:
         return str(error)
     compressor.__class__ = LowRatioCompressor
@@ -149,14 +147,9 @@ def _spec(attention: Any, main_tokens: int, index_tokens: int) -> LowRatioSpec:
 
 
 @functools.cache
-def _choose(device: torch.device, spec: LowRatioSpec) -> None:
-    """Select the paths of a kind of compressor and log once which they are."""
-    target = detect_target(device)
-    selection = low_ratio_selection(target, spec)
-    paths = ", ".join(dict.fromkeys(row.name for row in selection.rows))
-    formats = f"{spec.main.cache_format}, {spec.index.cache_format}"
-    layers = f"DeepSeek-V4.1's compressors of ratio {spec.compress_ratio} ({formats})"
-    say(*chosen(layers, target, paths, (), (selection,)))
+def _say_paths(device: torch.device, spec: LowRatioSpec) -> None:
+    """Log once which paths serve a kind of compressor."""
+    say(*low_ratio_paths.lines_of(device, spec))
 
 
 class LowRatioCompressor(DeepseekCompressor):  # type: ignore[misc]

@@ -21,7 +21,7 @@ if not Engine("sglang", "0.5.23", None).supports(sglang.__version__):
 
 from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention import deepseek_v4_backend as stock
+from sglang.srt.layers.attention import deepseek_v4_backend as v4_backend
 from sglang.srt.layers.attention.dsv4 import dsv41_sparse as sparse
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -149,14 +149,14 @@ class Served:
             kv_source_layers=[1, 3],
             full_size=PAGE * REQUESTS,
         )
-        self.backend = object.__new__(stock.DeepseekV4AttnBackend)
+        self.backend = object.__new__(v4_backend.DeepseekV4AttnBackend)
         self.backend.token_to_kv_pool = self.pool
         self.backend.low_ratios, self.backend.has_c4, self.backend.has_c128 = (1, 2), False, False
         self.backend.is_draft_runner = self.backend.is_dspark_draft = False
         self.backend.speculative_num_draft_tokens = drafts or None
         self.backend.tail_source_kv_layer_id = None
         monkeypatch.setattr(
-            stock.DeepseekV4AttnBackend, "_low_ratio_in_prefill_graph", lambda self: False
+            v4_backend.DeepseekV4AttnBackend, "_low_ratio_in_prefill_graph", lambda self: False
         )
         self.pool.set_extra_key_buffer_fused = self.store_main
         self.held: tuple[torch.Tensor, ...] | None = None  # as a graph holds a step's tensors
@@ -215,7 +215,7 @@ class Served:
         requests = torch.tensor([n for n, _, _ in chunks] + [0] * padding)
         raw = torch.tensor(locations + [0] * padding)
         pos = torch.tensor(positions + [0] * padding)
-        made = stock._low_ratio_compression_metadata
+        made = v4_backend._low_ratio_compression_metadata
         slots = [made(ratio, pos + 1, raw)[0] for ratio in (1, 2)]
         if self.held is not None:
             for held, new in zip(self.held, (pos, raw, *slots), strict=True):
@@ -257,7 +257,7 @@ class Served:
             x = torch.stack([torch.randn(HIDDEN, generator=one) for one in g]).bfloat16()
             with torch.no_grad():
                 if in_graph:
-                    req = stock.token_req_indices(batch, num_tokens=len(pos))
+                    req = v4_backend.token_req_indices(batch, num_tokens=len(pos))
                     rows = layer.compressor.project(x)
                     step = self.backend._low_ratio_compress_torch
                     step(layer, x, req, pos, projected=rows)
@@ -319,7 +319,7 @@ def no_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     def upstream(*args: Any, **given: Any) -> None:
         raise AssertionError("upstream's step was called")
 
-    monkeypatch.setattr(stock.DeepseekV4AttnBackend, "_low_ratio_write_group", upstream)
+    monkeypatch.setattr(v4_backend.DeepseekV4AttnBackend, "_low_ratio_write_group", upstream)
 
 
 def both(
@@ -414,7 +414,7 @@ def test_blackwells_rows_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_log_says_once_which_paths_serve_a_ratio(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    adapter._choose.cache_clear()
+    adapter._say_paths.cache_clear()
     served = Served(monkeypatch, True)
     for chunks in STEPS[:2]:
         served.run(chunks)
@@ -422,7 +422,7 @@ def test_the_log_says_once_which_paths_serve_a_ratio(
     assert len(lines) == 2 and "ratio 2 (fp8_ds_mla, indexer_mxfp4) on cpu" in lines[0]
 
 
-class Other(stock.DeepseekV4AttnBackend):
+class Other(v4_backend.DeepseekV4AttnBackend):
     def _low_ratio_compress(self, layer: Any, x: Any, req: Any, pos: Any, batch: Any) -> None:
         raise NotImplementedError
 
