@@ -1,4 +1,4 @@
-"""Peers of the decode benchmark: FLA, vLLM's Triton path and sglang's packed decode.
+"""Peers of the decode benchmark: FLA, vLLM's Triton path, sglang's packed decode and FlashInfer's.
 
 Each is the launches that its engine makes for a decode step of a Kimi-Linear layer between the
 projections and the output projection: convolution update, recurrence, gated norm. vLLM's and
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import struct
 import sys
 import tempfile
 import types
@@ -24,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from backend_core.launch.cuda import CudaKernel
+from backend_core.launch.cuda import CudaKernel, CudaParams
 from benchmarks.peers.sources import packages, stub
 
 DIM = 128
@@ -213,20 +212,17 @@ def load_sglang(source: Path) -> Peer | None:
         windows = x.windows.transpose(1, 2)
         weight = x.conv_weight.bfloat16()
         rows = x.qkv.shape[0]
-        fields = struct.Struct("=8Q4q2I2fi4x")
 
         def cuda(mixed: torch.Tensor, out: torch.Tensor, indices: torch.Tensor) -> None:
             tensors = (mixed, x.g, x.beta, x.a_log, x.dt_bias, out, x.states, indices)
-            params = fields.pack(
+            strided = (mixed, x.g, x.beta, x.states)
+            values = (
                 *(tensor.data_ptr() for tensor in tensors),
-                *(tensor.stride(0) for tensor in (mixed, x.g, x.beta, x.states)),
-                x.heads,
-                x.heads,
-                DIM**-0.5,
-                0.0,
-                0,
+                *(tensor.stride(0) for tensor in strided),
+                *(x.heads, x.heads, DIM**-0.5, 0.0, 0),
             )
-            packed_decode()(rows * x.heads, 32 * SGLANG_WARPS, params, overlaps=True)
+            params = _SGLANG_PARAMS.pack(**dict(zip(_SGLANG_PARAMS.names, values, strict=True)))
+            packed_decode()(rows * x.heads, 32 * SGLANG_WARPS, params, pdl=True)
 
         def step(i: int) -> torch.Tensor:
             mixed = conv.causal_conv1d_update(
@@ -251,6 +247,47 @@ def load_sglang(source: Path) -> Peer | None:
             return norm.rms_norm_gated(
                 out[:, 0], x.z, x.norm_weight, None, activation="sigmoid", eps=EPS
             )
+
+        return step
+
+    return make
+
+
+FLASHINFER_HEADS = (8, 12, 24, 32, 48, 96)
+
+
+def load_flashinfer() -> Peer | None:
+    """FlashInfer 0.7.2's ``fused_kda_decode`` in CuTe DSL, as it is installed: convolution,
+    recurrence and norm in one launch. It is written for sm_100 and sm_103."""
+    try:
+        from flashinfer import fused_kda_decode
+    except ImportError as error:
+        print(f"FlashInfer's kernel is left out: {error}", flush=True)
+        return None
+
+    def make(x: Layer) -> Step:
+        windows = x.windows.transpose(1, 2)
+        weight = x.conv_weight.view(3, x.heads * DIM, 4).transpose(1, 2).contiguous()
+        out = torch.empty_like(x.z)[None]
+
+        def step(i: int) -> torch.Tensor:
+            y: torch.Tensor = fused_kda_decode(
+                x=x.qkv,
+                weight=weight,
+                conv_state=windows,
+                raw_gate=x.g[None],
+                raw_beta=x.beta[None],
+                A_log=x.a_log,
+                dt_bias=x.dt_bias.flatten(),
+                state_indices=x.indices[i],
+                state=x.states,
+                output_gate=x.z,
+                norm_weight=x.norm_weight,
+                lower_bound=None,
+                norm_eps=EPS,
+                output=out,
+            )
+            return y[0]
 
         return step
 
@@ -290,7 +327,19 @@ template <int N> __device__ float reduce_sum(float x) {
 }
 static constexpr int kWarps = WARPS;
 static constexpr bool kUsePDL = true;
+template <unsigned N> __global__ void shared_bytes() {}
+template __global__ void shared_bytes<0>();
 """
+_SGLANG_PARAMS = CudaParams(
+    (
+        *((name, "const void*") for name in ("mixed", "g", "beta", "a_log", "dt_bias", "out")),
+        *(("states", "float*"), ("indices", "const int*")),
+        *((f"stride_{name}", "i64") for name in ("mixed", "g", "beta", "states")),
+        *(("heads", "int"), ("value_heads", "int"), ("scale", "float"), ("lower_bound", "float")),
+        ("bounded", "int"),
+    )
+)
+"""``KdaPackedDecodeParams``, by names of our own."""
 SGLANG_WARPS = 8
 
 
@@ -304,7 +353,7 @@ def _sglang_packed_decode(source: Path) -> CudaKernel:
     folder = Path(tempfile.mkdtemp())
     file = folder / "kda_packed_decode.cu"
     file.write_text(_SGLANG_PRELUDE + body)
-    return CudaKernel(file, "kda_packed_decode_kernel", {"WARPS": SGLANG_WARPS})
+    return CudaKernel(file, "kda_packed_decode_kernel", _SGLANG_PARAMS, {"WARPS": SGLANG_WARPS})
 
 
 class _CustomOp(torch.nn.Module):
