@@ -61,8 +61,8 @@ def combine_triton(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.T
 def slot_rows(rows: int) -> int:
     """Rows of a slot of partial results on Hopper, for a tile of ``rows`` query rows.
 
-    One more than those, where a prefix's slot of 64 leaves room. With slots of 16 and 32 rows, which
-    are a power of two of bytes apart, a decode of one request was slower on an H200.
+    One more than those, where a prefix's slot of 64 leaves room. With slots of 16 and 32 rows,
+    which are a power of two of bytes apart, a decode of one request was slower on an H200.
     """
     return rows + 1 if rows < 64 else rows
 
