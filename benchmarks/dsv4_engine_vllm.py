@@ -167,21 +167,23 @@ def judge(sides: dict[str, Any]) -> Verdict:
 
 def compare_tokens(verdict: Verdict, sides: dict[str, Any], modes: dict[str, str]) -> None:
     """Tokens of upstream beside the flag's, plainly and where rounding may decide; and whether
-    they can show anything. ``modes``: by the suffix of the sides' names."""
-    moved = rounding(sides["upstream"]["tokens"], sides["upstream-eager"]["tokens"])
+    they can show anything. Rounding may decide up to what upstream's padded batches move in the
+    same prompts, plain or continued. ``modes``: by the suffix of the sides' names."""
     for suffix, mode in modes.items():
         one, other = sides["upstream" + suffix], sides["flag" + suffix]
         for part, what in (
             ("tokens", "greedy tokens of 64 prompts, upstream and flag"),
             ("tokens_from_cache", "the same continued from the prefix cache, upstream and flag"),
         ):
-            if part not in one or part not in other:
-                verdict.problems.append(f"{mode.split(';')[0]}: no {part} of both sides")
+            plain, padded = sides["upstream"], sides["upstream-eager"]
+            if any(part not in side for side in (one, other, plain, padded)):
+                verdict.problems.append(f"{mode.split(';')[0]}: no {part} of all sides")
                 continue
             pairs = zip(one[part]["tokens"], other[part]["tokens"], strict=True)
             same, of = sum(x == y for x, y in pairs), len(one[part]["tokens"])
             verdict.row(mode, what, same, of, False)
             parted = partings(one[part], other[part])
+            moved = rounding(plain[part], padded[part])
             close = sum(gap <= moved for *_, gap in parted)
             limit = f"{moved:.3f} (what padded batches move in upstream)"
             verdict.row(mode, f"{what}, or parted at a gap up to {limit}", same + close, of)

@@ -258,7 +258,7 @@ FLASHINFER_HEADS = (8, 12, 24, 32, 48, 96)
 
 def load_flashinfer() -> Peer | None:
     """FlashInfer 0.7.2's ``fused_kda_decode`` in CuTe DSL, as it is installed: convolution,
-    recurrence and norm in one launch. It is written for sm_100 and sm_103."""
+    recurrence and norm in one launch. It wants slots that are aligned to 16 bytes."""
     try:
         from flashinfer import fused_kda_decode
     except ImportError as error:
@@ -269,6 +269,7 @@ def load_flashinfer() -> Peer | None:
         windows = x.windows.transpose(1, 2)
         weight = x.conv_weight.view(3, x.heads * DIM, 4).transpose(1, 2).contiguous()
         out = torch.empty_like(x.z)[None]
+        slots = [row.clone() for row in x.indices]
 
         def step(i: int) -> torch.Tensor:
             y: torch.Tensor = fused_kda_decode(
@@ -279,7 +280,7 @@ def load_flashinfer() -> Peer | None:
                 raw_beta=x.beta[None],
                 A_log=x.a_log,
                 dt_bias=x.dt_bias.flatten(),
-                state_indices=x.indices[i],
+                state_indices=slots[i],
                 state=x.states,
                 output_gate=x.z,
                 norm_weight=x.norm_weight,

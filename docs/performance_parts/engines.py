@@ -104,6 +104,8 @@ def cut_models() -> list[str]:
             if row["kind"] != "load"
         ]
         sizes = report["sides"][[*names][-1]]["engine"].get("cudagraph_sizes")
+        if sizes == report["sides"]["flag"]["engine"].get("cudagraph_sizes"):
+            sizes = None
         lines += [
             *section(title, report, name),
             "",

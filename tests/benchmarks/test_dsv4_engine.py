@@ -94,6 +94,7 @@ def test_equal_runs_have_rows_and_no_problem(names: tuple[str, ...]) -> None:
 
 PROBLEMS = {
     "token": "upstream and flag, or parted at a gap up to 0.500 (what padded batches move in",
+    "continued": "from the prefix cache, upstream and flag, or parted at a gap up to 0.000",
     "records": "PIECEWISE graph beside eager, mixed batches, from the beginning, 1 sizes: 2 of 3",
     "size": "no step was seen with graphs of [2] tokens",
     "planted": "a wrong plan for prefills must be seen as an error",
@@ -115,6 +116,9 @@ def test_each_failure_is_a_problem(case: str) -> None:
     if case == "token":
         sides["upstream-eager"]["tokens"]["best"] = [[[-1.0, -2.5]] * 2] * PROMPTS
         sides["flag"]["tokens"]["tokens"][7][1] += 1
+    elif case == "continued":  # what moves the plain prompts says nothing of these
+        sides["upstream-eager"]["tokens"]["best"] = [[[-1.0, -3.5]] * 2] * PROMPTS
+        sides["flag"]["tokens_from_cache"]["tokens"][7][1] += 1
     elif case == "records":
         records["steps"][4]["equal"] = 2
     elif case == "size":
@@ -201,4 +205,4 @@ def test_what_a_process_found_until_it_failed_is_compared() -> None:
     for part in ("tokens_from_cache", "other_weights"):
         del sides["flag"][part]
     problems = judge(sides).problems
-    assert len(problems) == 1 and "no tokens_from_cache of both sides" in problems[0]
+    assert len(problems) == 1 and "no tokens_from_cache of all sides" in problems[0]
