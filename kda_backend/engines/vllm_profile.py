@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from backend_core.engines.vllm_flag import say
 from kda_backend.engines.vllm_run import Pools, Runtime, run_segment, verify
-from kda_backend.engines.vllm_step import Draft, Segment
+from kda_backend.engines.vllm_step import MOST_PREFILLS, Draft, Segment
 from kda_backend.layer import LayerWeights, Projections
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection, warm_up
@@ -99,7 +99,9 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
                 verify(*args, drafts(rows[:count]), decodes(count))
 
     warm_up(runtime.selection, run, lambda selection: None)
-    requests = max(1, min(runtime.max_sequences, total))
+    # beside drafts the host does not know the lengths of prefills, and all are one call
+    most = runtime.max_sequences if runtime.max_draft else MOST_PREFILLS
+    requests = max(1, min(runtime.max_sequences, most, total))
     largest = prefills([total - requests + 1] + [1] * (requests - 1), known=True)
     for step in with_and_without_checkpoints(largest):
         run_segment(runtime, weights, tokens(0, total), pools, step)

@@ -64,9 +64,10 @@ def run_step(
         conv_pool = conv_pool.transpose(-1, -2)
     pools = (conv_pool, state_pool)
     if step.draft is not None:
-        verify(runtime, weights, whole, pools, step.draft, step.prefill or step.decode)
+        others = step.prefills[0] if step.prefills else step.decode
+        verify(runtime, weights, whole, pools, step.draft, others)
         return
-    for segment in (step.decode, step.prefill):
+    for segment in (step.decode, *step.prefills):
         if segment is not None:
             x = whole
             if segment.end - segment.begin != whole.out.shape[0]:

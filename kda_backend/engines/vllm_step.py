@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
@@ -14,10 +15,15 @@ from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan, build_step_plan
 
+MOST_PREFILLS = 128
+"""Requests of one call for prefills. Scratch memory has a place for every chunk, and a request of a
+few tokens takes one: for 1,024 requests and 8,192 tokens that would be nine times as much as for
+the tokens alone."""
+
 
 @dataclass(frozen=True)
 class Segment:
-    """The decodes or the prefills of one step; ``begin`` and ``end`` are token offsets.
+    """The decodes or prefills of one call; ``begin`` and ``end`` are token offsets of the step.
 
     Attributes:
         copied: the launch before the first layer's writes ``state_indices``.
@@ -58,7 +64,7 @@ class VllmStep:
 
     num_tokens: int
     decode: Segment | None
-    prefill: Segment | None
+    prefills: Sequence[Segment]  # more than one where the step has over `MOST_PREFILLS`
     draft: Draft | None = None
 
 
@@ -70,16 +76,16 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> V
             metadata of its own, with other slots: the requests and their lengths are the same.
     """
 
-    def plan(what: str, bounds: torch.Tensor, tokens: int) -> StepPlan:
-        key = (what, bounds.shape[0], tokens, m.num_decodes, m.num_spec_decodes)
+    def plan(
+        what: str, first: int, bounds: torch.Tensor, tokens: int, host: torch.Tensor | None
+    ) -> StepPlan:
+        key = (what, first, bounds.shape[0], tokens, m.num_decodes, m.num_spec_decodes)
         if key not in plans:
-            host = None
-            if what == "prefills":
-                host = prefill_bounds(m, bounds.shape[0] - 1, bounds.device)
             plans[key] = build_step_plan(bounds, tokens, cu_seqlens_cpu=host, chunk_table=tables)
         return plans[key]
 
-    decode = prefill = draft = None
+    decode = draft = None
+    prefills: list[Segment] = []
     tables = selection.target.vendor != "cpu"
     begin = m.num_decode_tokens
     # Kimi-K3's metadata has no masks
@@ -105,38 +111,86 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> V
             # beside prefills the engine says which rows continue: a prompt may have one token
             bounds = m.non_spec_query_start_loc[: begin + 1]
             initial = m.has_initial_state[:begin]
-            decode = Segment(0, begin, indices, initial, plan("decodes", bounds, begin))
+            decode = Segment(0, begin, indices, initial, plan("decodes", 0, bounds, begin, None))
     if m.num_prefills:
-        bounds, slots, initial, first = _prefills(m)
-        prefill = Segment(
-            begin,
-            begin + m.num_prefill_tokens,
-            _aligned(slots),
-            _aligned(initial),
-            plan("prefills", bounds, m.num_prefill_tokens),
-            True,
-            _checkpoints(m, first, slots.shape[0]),
-        )
+        for part in _calls(_prefills(m)):
+            prefills.append(
+                Segment(
+                    begin + part.begin,
+                    begin + part.end,
+                    _aligned(part.slots),
+                    _aligned(part.initial),
+                    plan("prefills", part.first, part.bounds, part.end - part.begin, part.host),
+                    True,
+                    part.checkpoints,
+                )
+            )
     tokens = begin + (m.num_prefill_tokens if m.num_prefills else 0)
-    return VllmStep(tokens, decode, prefill, draft)
+    return VllmStep(tokens, decode, prefills, draft)
 
 
-def _prefills(m: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int | None]:
-    """Offsets, slots and continuations of a step's prefills, and the first one's row among all
-    requests that are no drafts; ``None`` where the metadata has the prefills apart."""
-    if m.prefill_query_start_loc is not None:
-        return (
-            m.prefill_query_start_loc,
-            m.prefill_state_indices,
-            m.prefill_has_initial_state,
-            None,
+class _Prefills(NamedTuple):
+    """The prefills of a step or of one call.
+
+    Attributes:
+        first: the number of the first request among the step's prefills.
+        begin, end: tokens, counted from the step's first prefill.
+        bounds, host: their token offsets, on the GPU and, where it knows them, on the host.
+        slots, initial, checkpoints: a row for each request.
+    """
+
+    first: int
+    begin: int
+    end: int
+    bounds: torch.Tensor
+    host: torch.Tensor | None
+    slots: torch.Tensor
+    initial: torch.Tensor
+    checkpoints: Checkpoints | None
+
+
+def _calls(p: _Prefills) -> Iterator[_Prefills]:
+    """Those of each call. A step is one call where the host does not know the lengths."""
+    number = p.slots.shape[0]
+    if number <= MOST_PREFILLS or p.host is None:
+        yield p
+        return
+    offsets = p.host.tolist()
+    for first in range(0, number, MOST_PREFILLS):
+        rows = slice(first, min(first + MOST_PREFILLS, number))
+        begin, end = offsets[rows.start], offsets[rows.stop]
+        if begin == end:
+            continue  # requests of padding
+        bounds = slice(rows.start, rows.stop + 1)
+        yield _Prefills(
+            first,
+            begin,
+            end,
+            p.bounds[bounds] - begin,
+            p.host[bounds] - begin,
+            p.slots[rows],
+            p.initial[rows],
+            None if p.checkpoints is None else Checkpoints(*(x[rows] for x in p.checkpoints)),
         )
-    first, number = m.num_decodes, m.num_prefills
-    rows = slice(first, first + number)  # requests of padding come last
-    bounds = m.non_spec_query_start_loc[first : first + number + 1]
-    if first:
-        bounds = bounds - m.num_decode_tokens
-    return bounds, m.non_spec_state_indices_tensor[rows], m.has_initial_state[rows], first
+
+
+def _prefills(m: Any) -> _Prefills:
+    """All of a step."""
+    number, row = m.num_prefills, None
+    if m.prefill_query_start_loc is not None:
+        bounds, slots = m.prefill_query_start_loc, m.prefill_state_indices
+        initial = m.prefill_has_initial_state
+    else:
+        row = m.num_decodes  # the first prefill's, among all requests that are no drafts
+        rows = slice(row, row + number)  # requests of padding come last
+        bounds = m.non_spec_query_start_loc[row : row + number + 1]
+        if row:
+            bounds = bounds - m.num_decode_tokens
+        slots, initial = m.non_spec_state_indices_tensor[rows], m.has_initial_state[rows]
+    number = slots.shape[0]
+    host = prefill_bounds(m, number, bounds.device)
+    checkpoints = _checkpoints(m, row, number)
+    return _Prefills(0, 0, m.num_prefill_tokens, bounds, host, slots, initial, checkpoints)
 
 
 def _checkpoints(m: Any, first: int | None, number: int) -> Checkpoints | None:

@@ -33,9 +33,8 @@ def engine_config(*, flag: bool, **options: Any) -> VllmConfig:
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=1024,
-        max_num_seqs=8,
         enable_prefix_caching=False,
-        **{"dtype": "bfloat16", **backend, **options},
+        **{"dtype": "bfloat16", "max_num_seqs": 8, **backend, **options},
     ).create_engine_config()
 
 

@@ -14,7 +14,7 @@ from backend_core.testing.numerics import relative_error
 from kda_backend import layer as kda_layer
 from kda_backend import layer_checkpoints
 from kda_backend.contract.values import StateRef
-from kda_backend.engines import vllm_layer, vllm_profile
+from kda_backend.engines import vllm_layer, vllm_profile, vllm_step
 from kda_backend.layer_checkpoints import Checkpoints
 from tests.engines.kda.vllm.harness import (
     DRAFT,
@@ -75,8 +75,13 @@ def layer_of(model: Model, config: VllmConfig) -> Any:
     return layer
 
 
-def test_checkpoints_are_the_states_in_the_middle_of_prefills(model: Model) -> None:
-    """Beside a decode: a prompt with a checkpoint, a short one, and one that continues."""
+@pytest.mark.parametrize("most", [2, vllm_step.MOST_PREFILLS])
+def test_checkpoints_are_the_states_in_the_middle_of_prefills(
+    model: Model, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a decode: a prompt with a checkpoint, a short one, and one that continues. The three
+    are one call or two."""
+    monkeypatch.setattr(vllm_step, "MOST_PREFILLS", most)
     config = caching_config()
     layer = layer_of(model, config)
     blocks = torch.tensor(
