@@ -12,6 +12,8 @@ Besides upstream and the flag alone there is one server for each of these:
 
 - short: the only captured graphs have 512 tokens, so that every piece of a prompt and every step of
   decodes is shorter than each of them and is padded.
+- segments: prompts whole, and a table of which prefills from 256 tokens on run by segments of 128,
+  so that answers, and states in the prefix cache, go through the ends of segments.
 - ngram: drafts from the prompt, which this task accepts.
 - fp8: the KV cache in fp8.
 - sleep: asked, put to sleep and woken, asked, weights reloaded, asked, put to sleep without its
@@ -28,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import tempfile
 import time
 import traceback
@@ -40,6 +43,7 @@ from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
+from backend_core.tables.select import shipped_directory
 from backend_core.testing.records import write_record
 from benchmarks.engines.vllm_server import RECALL, Server, completion, plug_in, versions
 
@@ -74,6 +78,7 @@ VARIANTS = {
         "flag, graphs of 512 tokens alone",
         ("--compilation-config", '{"cudagraph_capture_sizes": [512]}'),
     ),
+    "segments": Variant("flag, segments of 128 tokens", ("--max-num-batched-tokens", "4096")),
     "ngram": Variant(
         "flag, ngram drafts",
         (
@@ -267,6 +272,9 @@ def measure(
         if name in PLANTED:
             function = f"benchmarks.recall_vllm:{PLANTED[name]}"
             variables["PYTHONPATH"] = plug_in(Path(place), CANARY, "vllm.general_plugins", function)
+        if name == "segments":
+            write_short_segments(Path(place))
+            variables["KDA_DSV4_CONFIG_DIR"] = place
         with Server(options, port, log, args.timeout, variables, args.checkpoint) as server:
             print(f"{name}: ready after {server.start_s:.0f} s", flush=True)
             rows = rounds_of(variant, questions, server)
@@ -279,6 +287,18 @@ def measure(
         "mla": mla_of(server.log.read_text(errors="replace").splitlines()),
         "log": server.said(),
     }
+
+
+def write_short_segments(folder: Path) -> None:
+    """Hopper's table into ``folder``, with segments of 128 tokens for prefills of 256 and more."""
+    own = folder / "kda" / "nvidia_sm90.toml"
+    own.parent.mkdir()
+    text = (shipped_directory() / own.relative_to(folder)).read_text()
+    for key, value in (("min_longest", 256), ("segment_chunks", 2)):
+        text, found = re.subn(rf"^{key} = \d+$", f"{key} = {value}", text, flags=re.M)
+        if found != 1:
+            raise ValueError(f"{own.name} must have one row with {key}, got {found}")
+    own.write_text(text)
 
 
 def rounds_of(

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from backend_core.target import KNOWN_TARGETS
 from benchmarks import recall_vllm
+from kda_backend import select
+from kda_backend.selection import KdaShape
 from tests.benchmarks.fake_vllm import free_port
 
 
@@ -77,3 +80,13 @@ def test_a_server_that_ends_is_a_failure_with_its_last_lines(
     failed = json.loads(out.read_text())["failed"]
     assert set(failed) == {"flag", "flag, fp8 KV cache"}
     assert "ended with 1" in failed["flag"] and "broken as asked" in failed["flag"]
+
+
+def test_the_table_of_short_segments_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recall_vllm.write_short_segments(tmp_path)
+    monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(tmp_path))
+    shape = KdaShape(2, 2, 128, 128)
+    row = select.__wrapped__(KNOWN_TARGETS["H200"], shape).prefill.row(2 * 5, longest=300)
+    assert (row.name, row.params.segment_chunks) == ("segmented_sm90", 2)
