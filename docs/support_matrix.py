@@ -63,7 +63,7 @@ _MLA = "MLA decode where it was measured to be faster"
 _MLA_SGLANG = f"{_MLA}, with `--page-size 64`; CPU"
 _ATTENTION = "[attention](families/mla.md) where it was measured to be faster"
 _ATTENTION_V41 = f"{_ATTENTION}; 0.33, a small model"
-_SGLANG_V41 = "compressor, 0.5.23; CPU"
+_SGLANG_V41 = f"compressor; {_ATTENTION}, 0.5.23; CPU"
 _SGLANG_V4 = f"compressor; {_ATTENTION}, 0.5.23; CPU"
 MODELS = f"""
 ## Models

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's attention in sglang with FlashMLA's calls on this family, where it is ahead.
+"""DeepSeek-V4's and V4.1's attention in sglang: FlashMLA's calls on this family, where it is ahead.
 
 Which rows a token attends to, the caches and the kinds of steps are sglang's: its attention backend
 hands FlashMLA queries, caches and index lists, and those two calls are made here for layers that
@@ -53,7 +53,7 @@ def install(backend: Any, runner: Any) -> None:
             continue
         ratio, heads = module.compress_ratio, module.n_local_heads
         leads = sparse_leads(target, heads)
-        stays = _layer_refusal(module, leads)
+        stays = _layer_refusal(module, leads, backend.token_to_kv_pool)
         if stays is None and ratio not in served:
             try:
                 form = _form(backend, runner, module, leads)
@@ -83,15 +83,18 @@ def _refusal(backend: Any, runner: Any) -> str | None:
         return "sglang does not call FlashMLA here"
     if runner.model_config.dtype != torch.bfloat16:
         return f"queries must be in bfloat16, got {runner.model_config.dtype}"
-    record = backend.token_to_kv_pool.get_swa_key_bytes_per_token()
-    if record != RECORD_BYTES:
-        return f"records must have {RECORD_BYTES} bytes, got {record}"
-    return None
+    return _other_records(backend.token_to_kv_pool.get_swa_key_bytes_per_token())
 
 
-def _layer_refusal(module: Any, leads: dict[str, Lead]) -> str | None:
-    if module.compress_ratio not in (4, 128):
+def _other_records(size: int) -> str | None:
+    return None if size == RECORD_BYTES else f"records must have {RECORD_BYTES} bytes, got {size}"
+
+
+def _layer_refusal(module: Any, leads: dict[str, Lead], pool: Any) -> str | None:
+    if not module.compress_ratio:
         return "no result compares attention to a window alone with FlashMLA"
+    if other := _other_records(pool.get_extra_key_bytes_per_token(module.layer_id)):
+        return other
     if module.use_mega_attention:
         return "attention that is fused with its output projection is not served"
     return refusal_of(leads)
@@ -99,7 +102,7 @@ def _layer_refusal(module: Any, leads: dict[str, Lead]) -> str | None:
 
 def _form(backend: Any, runner: Any, module: Any, leads: dict[str, Lead]) -> Form:
     pool, ratio = backend.token_to_kv_pool, module.compress_ratio
-    topk = backend.index_topk if ratio == 4 else -(-backend.max_context_len // ratio)
+    topk = -(-backend.max_context_len // ratio) if ratio == 128 else backend.index_topk
     drafts = runner.server_args.speculative_num_draft_tokens or 1
     return Form(
         heads=module.n_local_heads if unlimited(leads) else max(module.n_local_heads, 64),

@@ -6,6 +6,7 @@ sglang's planner and kernels are C++ that needs a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,8 +172,8 @@ class Served:
         self.backend.forward_unified(x, batch, self.layer_id, self.compressor)
 
 
-def real_pool() -> Any:
-    """The pool that sglang allocates for four layers of ratios 0, 4, 128 and 4."""
+def real_pool(ratios: Sequence[int] = (0, 4, 128, 4), **options: Any) -> Any:
+    """The pool that sglang allocates for layers of these ratios."""
     publish(server_args(), role="test")
     one_rank()
     return DeepSeekV4TokenToKVPool(
@@ -190,10 +191,11 @@ def real_pool() -> Any:
         qk_nope_head_dim=448,
         qk_rope_head_dim=64,
         indexer_head_dim=128,
-        layer_num=4,
+        layer_num=len(ratios),
         device="cpu",
         enable_memory_saver=False,
-        compression_ratios=[0, 4, 128, 4],
+        compression_ratios=list(ratios),
+        **options,
     )
 
 

@@ -34,9 +34,16 @@ from mla_backend.engines.sparse_layer import sparse_leads
 from tests.engines.dsv4.sglang.harness import real_pool
 
 TOLERANCE = 8e-3
-LAYERS = {0: 0, 4: 1, 128: 2}  # a layer of each ratio
-ROWS = {0: 96, 4: 40, 128: 12}  # that are written; 0: the window's
-WIDTH = {4: 512, 128: 64}
+LAYERS = {0: 0, 4: 1, 128: 2, 2: 3, 1: 4}  # a layer of each ratio; 1 and 2 are V4.1's
+SLOTS = {0: 512, 4: 192, 128: 30, 2: 500, 1: 1000}  # 0: the window's
+ROWS = {0: 96, 4: 40, 128: 12, 2: 60, 1: 70}  # that are written
+WIDTH = {4: 512, 128: 64, 2: 512, 1: 512}
+FIELDS = {  # of sglang's metadata: lists and lengths
+    4: ("c4_sparse_page_indices", "c4_sparse_topk_lengths"),
+    128: ("c128_page_indices", "c128_topk_lengths_clamp1"),
+    2: ("c2_sparse_page_indices", "c2_sparse_topk_lengths"),
+    1: ("c1_sparse_page_indices", "c1_sparse_topk_lengths"),
+}
 TARGETS = {
     "torch": KNOWN_TARGETS["cpu"],
     "triton": Target("nvidia", "sm80", 5, "an A100 of five SMs, interpreted"),
@@ -70,14 +77,14 @@ def attention_layer(ratio: int, heads: int) -> Any:
 @functools.cache
 def pool() -> tuple[Any, dict[tuple[int, str], torch.Tensor]]:
     """sglang's pool, with records that sglang wrote at drawn slots: those slots by layer."""
-    made = real_pool()
+    made = real_pool([*LAYERS], kv_source_layers=[LAYERS[2], LAYERS[1]], full_size=1024)
     slots = {}
     generator = torch.Generator().manual_seed(1)
     for ratio, layer in LAYERS.items():
         for what in ("window", "extra") if ratio else ("window",):
-            size = 512 if what == "window" else {4: 192, 128: 30}[ratio]
-            count = ROWS[0] if what == "window" else ROWS[ratio]
-            at = torch.randperm(size, generator=generator)[:count]
+            of = 0 if what == "window" else ratio
+            count = ROWS[of]
+            at = torch.randperm(SLOTS[of], generator=generator)[:count]
             k = (0.1 * torch.randn(count, 512, generator=generator)).bfloat16()
             k[:, :448] *= torch.exp2(torch.arange(7.0) - 3).repeat_interleave(64).bfloat16()
             pack = quant_to_nope_fp8_rope_bf16_pack_triton(k)
@@ -127,17 +134,17 @@ class Server:
     def step(self, ratio: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A decode step of one layer: its output, and what it is in float64."""
         layer = self.model[str(ratio)]
+        self.backend.is_dsv41 = ratio in (1, 2)
         window, window_lengths = self.lists(tokens, layer.layer_id, "window", 128, 1)
         core = object.__new__(DSV4AttnMetadata)
         core.swa_page_indices, core.swa_topk_lengths = window, window_lengths
-        core.c0_flashmla_metadata = core.c4_flashmla_metadata = core.c128_flashmla_metadata = None
+        for named in LAYERS:
+            setattr(core, f"c{named}_flashmla_metadata", None)
         extra = None
         if ratio:
             extra = self.lists(tokens, layer.layer_id, "extra", WIDTH[ratio], 0)
-            name = "c4_sparse" if ratio == 4 else "c128"
-            setattr(core, f"{name}_page_indices", extra[0])
-            lengths = "c4_sparse_topk_lengths" if ratio == 4 else "c128_topk_lengths_clamp1"
-            setattr(core, lengths, extra[1])
+            for name, value in zip(FIELDS[ratio], extra, strict=True):
+                setattr(core, name, value)
         self.backend.forward_metadata = SimpleNamespace(
             core_attn_metadata=core, late_layer_tail=None, sparse_prefill_cache=None
         )
@@ -206,7 +213,7 @@ def check(out: torch.Tensor, want: torch.Tensor) -> None:
         assert relative_error(out[token], want[token]) < TOLERANCE, token
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("ratio", FIELDS)
 @pytest.mark.parametrize(("target", "heads"), [("torch", 8), ("torch", 32), ("triton", 16)])
 def test_steps_have_their_own_heads(serve: Any, target: str, heads: int, ratio: int) -> None:
     server = serve(target, heads)
@@ -230,7 +237,7 @@ def test_at_64_heads_the_number_of_query_tokens_decides(
         check(out, want)
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("ratio", FIELDS)
 def test_a_graph_serves_other_batches_of_its_size(
     serve: Any, monkeypatch: pytest.MonkeyPatch, ratio: int
 ) -> None:
@@ -308,7 +315,7 @@ def prefill(server: Server, ratio: int, tokens: int) -> tuple[torch.Tensor, torc
     return out, server.expected(q, sinks, [(rows, indices, lengths)])
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("ratio", FIELDS)
 def test_prefills_over_gathered_rows(serve: Any, ratio: int) -> None:
     server = serve("torch", 8)
     out, want = prefill(server, ratio, 4)
@@ -329,6 +336,8 @@ def test_what_runs_where_is_logged_once(serve: Any, log_lines: list[str]) -> Non
     assert [line.split(" on ")[0].split("over ")[1] for line in lines] == [
         "pages of 256 and 64 rows",
         "pages of 256 and 2 rows",
+        "pages of 256 and 128 rows",
+        "pages of 256 and 256 rows",
     ]
     assert all("decodes and prefills run here, where" in line for line in lines)
 
@@ -358,11 +367,10 @@ def test_other_backends_and_records_are_left_alone(
 def test_a_form_without_a_path_leaves_every_layer_as_it_was(
     serve: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    """The second form fails, after the first was made."""
     made = sglang_sparse.SparseLayer
 
     def fails(target: Target, form: Any, *rest: Any) -> Any:
-        if form.extra_page_size == 2:
+        if form.extra_page_size == 2:  # the second form, after the first was made
             raise LookupError("no path for pages of 2 rows")
         return made(target, form, *rest)
 
@@ -371,6 +379,23 @@ def test_a_form_without_a_path_leaves_every_layer_as_it_was(
     assert log_lines[-1].endswith("--attention-backend dsv4: no path for pages of 2 rows")
     assert server.backend._flash_mla_with_kvcache is server.kernel
     assert server.model["4"]._kernel_num_heads(3) == 64
+
+
+@pytest.mark.parametrize("dim", [288, 528])
+def test_compressed_rows_of_another_layout_stay_flashmlas(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], dim: int
+) -> None:
+    of_layer = type(pool()[0]).get_extra_key_bytes_per_token
+    monkeypatch.setattr(
+        type(pool()[0]),
+        "get_extra_key_bytes_per_token",
+        lambda self, layer: dim if layer == LAYERS[2] else of_layer(self, layer),
+    )
+    server = serve("torch", 8)
+    assert server.model["2"]._kernel_num_heads(3) == 64
+    assert server.model["1"]._kernel_num_heads(3) == 8
+    line = f"attention of ratio 2 stays FlashMLA's: records must have 584 bytes, got {dim}"
+    assert any(line in said for said in log_lines)
 
 
 def test_queries_of_another_dtype_stay_upstreams(log_lines: list[str]) -> None:
