@@ -179,6 +179,13 @@ def make_kernels(
     }
 
 
+def begin_to_compile(
+    path: KernelPath, device: torch.device, variant: PrefillVariant
+) -> list[CudaKernel]:
+    """Every kernel that a call of the row may choose."""
+    return list(make_kernels(device, variant).values())
+
+
 @functools.cache
 def load_kernels(
     device: torch.device, variant: PrefillVariant

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan
 
-CONVOLVING = ("segmented_sm90", "two_stage_sm90")
-"""The paths that can make the short convolution of q and k."""
+_CUDA = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (one_launch_sm90, segmented_sm90, two_stage_sm90)
+}
+"""The paths that have CUDA kernels, by name."""
 
 
 def path_of(
@@ -55,10 +58,8 @@ def convolves(
         tokens: q and k from before the convolution.
         conv: of all channels.
     """
-    if path.name not in CONVOLVING:
-        return False
     params = getattr(path.params, "cost_model", path.params)
-    if not params.fused_conv_tiles:
+    if not getattr(params, "fused_conv_tiles", 0):
         return False
     variant = variant_of(tokens, gate, step_plan, state, None)
     conv_sm90.load_kernels(tokens.q.device, variant, conv.weight.dtype)
@@ -78,15 +79,6 @@ def begin_to_compile(
     for path, variant in itertools.product(dict.fromkeys(selection.prefill.rows), variants):
         if path.max_width is not None and heads > path.max_width:
             continue  # one sequence has as many times its own share
-        whole = path
-        if path.name == "one_launch_sm90":
-            kernels += one_launch_sm90.make_kernels(device, variant).values()
-        if path.name == "segmented_sm90":
-            whole = segmented_sm90.whole_row(path)
-            what = variant.int64_offsets, variant.bf16_state, variant.track
-            of_segments = segmented_sm90.make_kernels(path, device, *what)
-            kernels += [of_segments.ends, of_segments.merge, *of_segments.scan]
-        if path.name in CONVOLVING:
-            stages = two_stage_sm90.make_kernels(whole, device, variant)
-            kernels += [*stages.intra.values(), *stages.scan]
+        if path.name in _CUDA:
+            kernels += _CUDA[path.name].begin_to_compile(path, device, variant)
     return kernels

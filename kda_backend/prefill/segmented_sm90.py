@@ -31,11 +31,13 @@ from kda_backend.prefill.arguments_sm90 import (
 )
 from kda_backend.prefill.sm_schedule import CostModel, IntraCost, ScanCost, Schedule
 from kda_backend.prefill.two_stage_sm90 import SCAN_FIELDS, Scan, two_stage_sm90
+from kda_backend.prefill.two_stage_sm90 import begin_to_compile as begin_to_compile_whole
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
+    from kda_backend.prefill.arguments_sm90 import PrefillVariant
     from kda_backend.selection import KdaShape
 
 # Bytes of a segment and head: the end, [128, 128] fp32; the transition, [128, 128] fp16; its decay,
@@ -185,6 +187,15 @@ def make_kernels(
     )
     cost_model = CostModel.from_table(path.params.cost_model, detect_target(device).num_sms)
     return _SegmentKernels(ends, merge, (scan, scan_split), cost_model)
+
+
+def begin_to_compile(
+    path: KernelPath, device: torch.device, variant: PrefillVariant
+) -> list[CudaKernel]:
+    """Every kernel that a call of the row may choose; some of its steps are scanned whole."""
+    own = make_kernels(path, device, variant.int64_offsets, variant.bf16_state, variant.track)
+    whole = begin_to_compile_whole(whole_row(path), device, variant)
+    return [own.ends, own.merge, *own.scan, *whole]
 
 
 @functools.cache

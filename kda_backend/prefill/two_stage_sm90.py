@@ -228,6 +228,14 @@ def make_kernels(path: KernelPath, device: torch.device, variant: PrefillVariant
     return _StageKernels(intra, (scan, scan_split), schedule)
 
 
+def begin_to_compile(
+    path: KernelPath, device: torch.device, variant: PrefillVariant
+) -> list[CudaKernel]:
+    """Every kernel that a call of the row may choose."""
+    kernels = make_kernels(path, device, variant)
+    return [*kernels.intra.values(), *kernels.scan]
+
+
 @functools.cache
 def _kernels(path: KernelPath, device: torch.device, variant: PrefillVariant) -> _StageKernels:
     """All of them, loaded: a later batch may be the first to choose one."""
