@@ -75,7 +75,7 @@ class Case:
 
 
 def attention_error(
-    q: Tensor, k: Tensor, v: Tensor, got: Tensor, keys_of: Callable[[int], Tensor | slice]
+    q: Tensor, k: Tensor, v: Tensor, got: Tensor, *, keys_of: Callable[[int], Tensor | slice]
 ) -> float:
     """Relative L2 of sampled rows of attention.
 
@@ -128,7 +128,7 @@ def sparse_decode(device: torch.device, heads: int, requests: int, keys: int) ->
         numbers = reference_sparse_mla.read_records(cache).view(-1, 1, 512)
         out = got.view(requests, heads, 512)
         named = indices.view(requests, keys).long()
-        return attention_error(q[:, 0], numbers, numbers, out, lambda row: named[row])
+        return attention_error(q[:, 0], numbers, numbers, out, keys_of=lambda row: named[row])
 
     return Inputs(make, error)
 
@@ -164,7 +164,7 @@ def cascade(
 
     def error(got: Tensor) -> float:
         k, v = (x.reshape(-1, kv_heads, dim) for x in cache.unbind(1))
-        return attention_error(q, k, v, got, keys_of)
+        return attention_error(q, k, v, got, keys_of=keys_of)
 
     return Inputs(make, error)
 
@@ -185,7 +185,7 @@ def dense_video(device: torch.device, name: str, heads: int, dim: int, tokens: i
 
     def error(got: Tensor) -> float:
         first = [x[0, :1].transpose(0, 1) for x in (q, k, v, got)]
-        return attention_error(*first, lambda _: slice(None))
+        return attention_error(*first, keys_of=lambda _: slice(None))
 
     return Inputs(make, error)
 
@@ -204,7 +204,7 @@ def packed_video(device: torch.device, heads: int, dim: int, tokens: int, clips:
         def keys_of(row: int) -> slice:
             return slice(row // tokens * tokens, (row // tokens + 1) * tokens)
 
-        return attention_error(*first, keys_of)
+        return attention_error(*first, keys_of=keys_of)
 
     return Inputs(make, error)
 
@@ -238,7 +238,7 @@ def sparse_video(
         def keys_of(row: int) -> Tensor | slice:
             return keys[kept[0, row // 64][keys // 128]] if "mask_id" in more else slice(None)
 
-        return attention_error(*first, keys_of)
+        return attention_error(*first, keys_of=keys_of)
 
     return Inputs(make, error)
 
@@ -246,6 +246,7 @@ def sparse_video(
 def cases() -> Iterator[Case]:
     """Two callers of each function."""
     mla, block_sparse = "mla_backend.drop_ins", "block_sparse_backend.drop_ins"
+    shape: dict[str, Any]
     for caller, shape in (
         ("vLLM, DeepSeek-V4 decode", {"heads": 64, "requests": 64, "keys": 512}),
         ("sglang, DeepSeek-V4 decode", {"heads": 128, "requests": 16, "keys": 640}),
@@ -289,7 +290,7 @@ def measure(case: Case, device: torch.device, turn: int) -> dict[str, Any]:
     """A row of the result."""
     torch.manual_seed(turn)
     inputs = case.draw(device, **case.shape)
-    row = {"function": case.function, "caller": case.caller, "shape": case.shape}
+    row: dict[str, Any] = {"function": case.function, "caller": case.caller, "shape": case.shape}
     calls: dict[str, tuple[Callable[[], object] | None, Run]] = {}
     for side, module in (("ours", case.ours), ("theirs", case.theirs)):
         try:

@@ -203,7 +203,7 @@ class DecodeCase:
                 scratch=scratch,
             )
 
-        return [lambda own=own, extra=extra: call(own, extra) for own, extra in self.lists]
+        return [functools.partial(call, own, extra) for own, extra in self.lists]
 
     def flashmla(self) -> list[Call]:
         ops = torch.ops._flashmla_C
@@ -224,7 +224,7 @@ class DecodeCase:
             lse = ops.sparse_decode_fwd(*first, *plan, *second, *options)[1]
             self.result = (out[:, :, : self.heads], lse[:, : self.heads].transpose(1, 2))
 
-        return [lambda own=own, extra=extra: call(own, extra) for own, extra in self.lists]
+        return [functools.partial(call, own, extra) for own, extra in self.lists]
 
 
 @functools.cache
@@ -281,20 +281,19 @@ def time_prefill(heads: int, topk: int, peers: bool) -> dict[str, Any]:
     lse = torch.empty(tokens, 1, heads, device="cuda")
     plain = SparseMlaSpec(heads, "bf16_rows")
     paged = SparseMlaSpec(heads, page_size=64)
+
+    def call_ours(cache: torch.Tensor, chosen: SparseMlaSelection) -> None:
+        named = NamedRows(cache, indices, lengths)
+        sparse_mla(q, named, chosen, scale=SCALE, sinks=sinks, out=out, lse=lse)
+
     calls: dict[str, Call] = {}
     for name, path in (("ours", None), ("triton", "triton")):
         chosen = selection_of(plain, ("", path, {}, None))
-        calls[name] = lambda chosen=chosen: sparse_mla(
-            q, NamedRows(rows, indices, lengths), chosen, scale=SCALE, sinks=sinks, out=out,
-            lse=lse,
-        )  # fmt: skip
+        calls[name] = functools.partial(call_ours, rows, chosen)
     for variant in variants_of(heads):
         if variant[3] is None and variant[1] != "triton":
             chosen = selection_of(paged, variant)
-            calls[f"records, {variant[0]}"] = lambda chosen=chosen: sparse_mla(
-                q, NamedRows(cache, indices, lengths), chosen, scale=SCALE, sinks=sinks, out=out,
-                lse=lse,
-            )  # fmt: skip
+            calls[f"records, {variant[0]}"] = functools.partial(call_ours, cache, chosen)
     if peers:
         ops = torch.ops._flashmla_C
         kv, squeezed, flat = rows.unsqueeze(1), q.squeeze(1), out.squeeze(1)

@@ -34,6 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from backend_core.operator import Selection
 from backend_core.testing.records import write_record
 from backend_core.testing.timing import (
     call_time_ms,
@@ -273,13 +274,15 @@ def measure_queries(
     return row
 
 
-def in_place_call(n: int, **options: Any) -> Step:
+def in_place_call(n: int, selection: Selection[Any, Any]) -> Step:
     """The in-place operator on n pooled rows of the indexer."""
     x, weight = torch.randn(n, 128, device=CUDA), torch.ones(128, device=CUDA)
     table = torch.stack(rope_table(CUDA).chunk(2, 1), -1).flatten(1).contiguous()
     plan = SeqLens((torch.randint(1, 4096, (n,), device=CUDA) * 4).int())
-    options |= {"head_dim": 128, "compress_ratio": 4, "rotate": True}
-    return lambda: compress_norm_rope_hadamard_(x, weight, 1e-6, table, plan, **options)
+    return lambda: compress_norm_rope_hadamard_(
+        x, weight, 1e-6, table, plan, head_dim=128, compress_ratio=4, rotate=True,
+        selection=selection,
+    )  # fmt: skip
 
 
 def cases() -> list[Case]:

@@ -103,28 +103,29 @@ def selection_of(heads: int, path: str | None = None) -> KdaSelection:
     return select(detect_target(), shape) if path is None else only(shape, path, "decode_step")
 
 
-def call_of(x: Layer) -> tuple[tuple[TokenInputs, GateSpec], dict[str, Any]]:
-    """The tokens and the gate of a layer's call, and the options that all calls have."""
+def inputs_of(x: Layer) -> tuple[TokenInputs, GateSpec]:
+    """The tokens and the gate of a layer's call."""
     keys = x.heads * DIM
     q, k, v = (y.unflatten(1, (x.heads, DIM)) for y in x.qkv.split([keys, keys, keys], 1))
-    inputs = TokenInputs.of(q, k, v, x.g, x.beta), GateSpec.of(x.a_log, x.dt_bias, None)
-    return inputs, {"out": torch.empty_like(x.z)}
+    return TokenInputs.of(q, k, v, x.g, x.beta), GateSpec.of(x.a_log, x.dt_bias, None)
 
 
-def around(x: Layer, windows: torch.Tensor) -> dict[str, Any]:
+def around(x: Layer, windows: torch.Tensor) -> tuple[ConvInputs, NormInputs]:
     """Convolution and norm."""
     conv = ConvInputs(windows.transpose(1, 2), x.conv_weight)
-    return {"conv": conv, "norm": NormInputs(x.norm_weight, x.z, EPS)}
+    return conv, NormInputs(x.norm_weight, x.z, EPS)
 
 
 def ours(x: Layer, selection: KdaSelection | None = None, *, fused: bool = True) -> Step:
     """Our step; bare of convolution and norm without ``fused``."""
-    inputs, options = call_of(x)
-    options |= around(x, x.windows) if fused else {}
-    options["selection"] = selection or selection_of(x.heads)
+    inputs, out = inputs_of(x), torch.empty_like(x.z)
+    conv, norm = around(x, x.windows) if fused else (None, None)
+    selection = selection or selection_of(x.heads)
     # pdl_prefetch_safe: the call before has other slots
-    options["pdl_prefetch_safe"] = True
-    return lambda i: kda_decode_step(*inputs, StateRef.pool(x.states, x.indices[i]), **options)
+    return lambda i: kda_decode_step(
+        *inputs, StateRef.pool(x.states, x.indices[i]), conv=conv, norm=norm, out=out,
+        selection=selection, pdl_prefetch_safe=True,
+    )  # fmt: skip
 
 
 def expected(x: Layer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,12 +168,16 @@ def verify_ms(rows: int, heads: int, tokens: int) -> float:
     windows = torch.zeros(len(x.states), tokens + 2, x.qkv.shape[1], device="cuda").bfloat16()
     accepted = torch.ones(rows, dtype=torch.int32, device="cuda")
     tables = x.indices.view(len(x.indices), rows, tokens)
-    inputs, options = call_of(x)
-    draft = DraftInputs.in_pool(accepted)
-    options |= around(x, windows) | {"selection": selection_of(heads)}
-    return gpu_ms(
-        lambda i: kda_verify_step(*inputs, StateRef.pool(x.states, tables[i]), draft, **options), x
-    )
+    inputs, out, draft = inputs_of(x), torch.empty_like(x.z), DraftInputs.in_pool(accepted)
+    (conv, norm), selection = around(x, windows), selection_of(heads)
+
+    def step(i: int) -> torch.Tensor:
+        state = StateRef.pool(x.states, tables[i])
+        return kda_verify_step(
+            *inputs, state, draft, conv=conv, norm=norm, out=out, selection=selection
+        )
+
+    return gpu_ms(step, x)
 
 
 def measure(heads: int, batch: int, peers: dict[str, Peer], bandwidth: float) -> Row:
@@ -192,7 +197,7 @@ def measure(heads: int, batch: int, peers: dict[str, Peer], bandwidth: float) ->
             continue
         peer = make(x)
         times[name] = row[f"{name}_gpu_ms"] = gpu_ms(peer, x)
-        row[f"{name}_call_ms"] = call_time_ms(lambda peer=peer: peer(0), repeats=10)
+        row[f"{name}_call_ms"] = call_time_ms(functools.partial(peer, 0), repeats=10)
     if times:
         row["best_peer"] = min(times, key=times.__getitem__)
         row["best_peer_gpu_ms"] = times[row["best_peer"]]

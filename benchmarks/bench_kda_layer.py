@@ -208,7 +208,7 @@ def row_of(heads: int, lengths: list[int], bandwidth_gbs: float) -> dict[str, An
         return round(1e3 * graph_time_ms(call, replays=11), 1)
 
     row["parts_us"] = {name: us(call) for name, call in made.parts(apart).items()}
-    row["apart_us"], row["fused_us"] = (us(lambda s=s: made.run(s)) for s in (apart, fused))
+    row["apart_us"], row["fused_us"] = (us(functools.partial(made.run, s)) for s in (apart, fused))
     row["floor_us"] = round(made.bytes_once() / bandwidth_gbs / 1e3, 1)
     return row
 

@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,8 +64,9 @@ GROWTH = [
 def draw(lens: list[int], heads: int, regime: str, lower_bound: float | None, seed: int) -> Case:
     """Fresh random inputs on the GPU; the gate regimes are those of kda_backend.testing.regimes."""
     gate = "softplus" if lower_bound is None else "bounded"
-    model = {"heads": heads, "key_dim": DIM, "value_dim": DIM}
-    return make_case(seed, lens, regime=regime, gate=gate, device="cuda", **model)
+    return make_case(
+        seed, lens, regime=regime, gate=gate, heads=heads, key_dim=DIM, value_dim=DIM, device="cuda"
+    )
 
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -88,12 +90,14 @@ class Ours:
         self.pool[1:-1] = case.state
         self.out = torch.full_like(case.v, math.nan)
         slots = torch.arange(sequences, dtype=torch.int32, device="cuda") + 1
-        self.values = (*case.inputs, StateRef.pool(self.pool, slots), self.step_plan)
-        scratch = Scratch(case.q.device)
-        self.options = {"out": self.out, "scratch": scratch, "selection": selection}
+        self.inputs, self.state = case.inputs, StateRef.pool(self.pool, slots)
+        self.scratch, self.selection = Scratch(case.q.device), selection
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        kda_prefill(*self.values, **self.options)
+        kda_prefill(
+            *self.inputs, self.state, self.step_plan, out=self.out, scratch=self.scratch,
+            selection=self.selection,
+        )  # fmt: skip
         return self.out, self.pool[1:-1]
 
 
@@ -125,6 +129,7 @@ def flashkda(case: Case) -> Call:
     size = ops.get_workspace_size(tokens, heads, len(case.state))
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     cu_seqlens, a_log = case.cu_seqlens.long(), case.a_log
+    assert case.dt_bias is not None
     dt_bias = case.dt_bias.view(heads, DIM)
     gate = (a_log, dt_bias, LOWER_BOUND)
     states = (case.state, final, cu_seqlens)
@@ -157,8 +162,8 @@ def floor_ms(case: Case, bandwidth_gbs: float) -> float:
 
 def measure(
     heads: int, lens: list[int], lower_bound: float | None, peers: set[str], bandwidth: float
-) -> dict[str, object]:
-    row: dict[str, object] = {
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
         "H": heads,
         "seq_lens": lens,
         "gate": "unbounded" if lower_bound is None else "bounded",
@@ -184,8 +189,8 @@ def measure(
     return row
 
 
-def measure_growth(heads: list[int]) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
+def measure_growth(heads: list[int]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     for h, lens in itertools.product(heads, GROWTH):
         row = {"H": h, "sequences": len(lens), "tokens": sum(lens), "longest": max(lens)}
         ours = Ours(draw(lens, h, "init", None, seed=7))
@@ -212,7 +217,7 @@ def main() -> None:
     if args.flashkda_library:
         torch.ops.load_library(str(args.flashkda_library))
         peers.add("flashkda")
-    accuracy: dict[str, object] = {}
+    accuracy: dict[str, dict[str, list[float]]] = {}
     for gate, bound in (("unbounded", None), ("bounded", -5.0)):
         accuracy[f"ours {gate}"] = check_accuracy(Ours, bound)
         if "fla" in peers:
@@ -227,6 +232,7 @@ def main() -> None:
 
     bandwidth = copy_bandwidth_gbs()
     heads = {int(h) for h in args.heads.split(",")}
+    cases: list[tuple[int, list[int], float | None]]
     cases = [(h, lens, None) for h, lens in UNBOUNDED if h in heads]
     cases += [(h, lens, -5.0) for h, lens in BOUNDED if h in heads]
     rows = []

@@ -62,7 +62,7 @@ class Call(Ours):
 
     def use(self, selection: KdaSelection) -> None:
         """Take a form, with states as they were and no output."""
-        self.options["selection"] = selection
+        self.selection = selection
         self.pool[1:-1] = self.case.state
         self.out.fill_(float("nan"))
 

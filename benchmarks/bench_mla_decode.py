@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -157,7 +158,7 @@ class Ours:
                 scratch=self._scratch, pdl_prefetch_safe=True,
             )  # fmt: skip
 
-        return [lambda i=i: call(i) for i in range(len(case.tables))]
+        return [functools.partial(call, i) for i in range(len(case.tables))]
 
 
 def check_one(

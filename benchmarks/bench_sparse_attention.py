@@ -132,10 +132,10 @@ def exact_rows(
         path: functools.partial(block_sparse_attention, q, k, v, plan, path=path)
         for path in ("gluon", "triton")
     }
-    for path, call in calls.items():
+    for path, own in calls.items():
         if path in not_timed:
             continue
-        ms = timed(call, flops, path)
+        ms = timed(own, flops, path)
         rate = flops / ms / 1e9 if ms else None
         yield Row(work, shape, share, path, ms, ms, found, tflops=rate)
 

@@ -63,7 +63,7 @@ class Poisoned:
 
     def __enter__(self) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
     def __exit__(self, *_: object) -> None:
         torch.use_deterministic_algorithms(False)

@@ -102,7 +102,9 @@ def joined(found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
             continue
         both = serve_work.join(own)
         result["rows"] += [{"model": model, **r} for r in both["rows"]]
-        kept = {name: both[name] for name in ("agreement", "agreement_long") if name in both}
+        kept: dict[str, Any] = {
+            name: both[name] for name in ("agreement", "agreement_long") if name in both
+        }
         result["models"][model] = {"config": CONFIGS[model], "sides": both["sides"], **kept}
         for name, agreement in kept.items():
             lengths = ", long prompts" if name == "agreement_long" else ""
@@ -155,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
             side.part(
                 f"profile of {call_name(count, length)}",
                 5,
-                lambda c=count, n=length: profiled(side, asked, c, n),
+                functools.partial(profiled, side, asked, count, length),
             )
     side.save()
     say(f"compiled or tuned after load: {compilation.kernels}")
@@ -252,9 +254,9 @@ def profiled(side: SideFile, asked: Any, count: int, length: int) -> dict[str, A
     calls = [gpu_ms_of_ranges(lambda: asked.call(count, length)) for _ in range(PROFILED)]
     for name in RANGES:
         busy = [found[name].busy_ms for found in calls]
-        kernels = calls[-1][name].kernels
+        own = calls[-1][name].kernels
         what = f"{name}, {call_name(count, length)}"
-        launches = sum(n for _, n in kernels.values())
+        launches = sum(n for _, n in own.values())
         side.add(row(what, "gpu", median_high(busy), launches=launches, runs_ms=busy))
     kernels = {name: serve_profile.longest(found.kernels) for name, found in calls[-1].items()}
     shown = list(kernels[RANGES[1]].items())[:8]
@@ -287,7 +289,7 @@ def gpu_ms_of_ranges(call: Callable[[], Any]) -> dict[str, RangeTime]:
         call()
         torch.cuda.synchronize()
     events = record.profiler.kineto_results.events()
-    cuda = torch.autograd.DeviceType.CUDA
+    cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in RANGES}
     launched: dict[int, int] = {}
     ran: list[tuple[int, str, int, int]] = []

@@ -11,6 +11,7 @@ comparison with float64.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -73,16 +74,18 @@ def start() -> dict[str, Any]:
     made: list[cuda.CudaKernel] = []
     compile_one, make = cuda._compile, cuda.CudaKernel.__init__
 
-    def timed(library: Any, text: bytes, name: str, header: str, options: Any) -> bytes:
+    def timed(
+        library: ctypes.CDLL, text: bytes, name: str, params_header: str, options: tuple[str, ...]
+    ) -> bytes:
         begin = time.perf_counter()
-        image = compile_one(library, text, name, header, options)
+        image = compile_one(library, text, name, params_header, options)
         flags = " ".join(option[2:] for option in options if option.startswith("-D"))
         seconds = round(time.perf_counter() - begin, 2)
         kernels.append({"name": f"{name} {flags}".strip(), "s": seconds})
         return image
 
-    def kept(self: cuda.CudaKernel, *args: Any) -> None:
-        make(self, *args)
+    def kept(self: cuda.CudaKernel, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
         made.append(self)
 
     cuda._compile = timed

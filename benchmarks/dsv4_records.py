@@ -114,6 +114,7 @@ def float64_rows(part: TimedStep) -> torch.Tensor:
         if isinstance(plan, PagedDecode):
             page = plan.block_table[plan.requests[tokens].long()[:, None], at.clamp(min=0) // block]
         else:
+            assert isinstance(plan, RingDecode)
             past, own = plan.entries[tokens, 2:].long().unbind(1)
             page = torch.where(back > -ratio, own[:, None], past[:, None])
         where = page.long() * block + at.clamp(min=0) % block

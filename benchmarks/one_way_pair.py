@@ -63,12 +63,12 @@ def calls() -> Iterator[tuple[str, Calls]]:
     bench_kda_decode.gpu_ms = capture
     bench_kda_decode.verify_ms(16, 32, 4)
     yield "KDA verify, 16 x 4", captured
-    for what, case in (
+    for what, shape in (
         ("C4 decode, both compressors, 16", ("decode", "both", 4, 16, "all")),
         ("C128 decode, 16", ("decode", "main", 128, 16, "all")),
         ("C4 prefill, 8,192", ("prefill", "both", 4, 8192, "all")),
     ):
-        parts = bench_dsv4_compressor.make_parts("paged", case)
+        parts = bench_dsv4_compressor.make_parts("paged", shape)
         yield (
             f"DeepSeek-V4 {what}",
             [bench_dsv4_compressor.together([part.call() for part in parts])],

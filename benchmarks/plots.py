@@ -89,8 +89,9 @@ def write(name: str, output: Path) -> None:
     from matplotlib import pyplot as plt
 
     result = result_of(name)
-    style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}
-    with plt.rc_context(style):
+    with plt.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}
+    ):
         figure = PICTURES[name](plt, result)
         metadata = {"Date": None, "Description": f"drawn from {digest(result)}"}
         figure.savefig(output, metadata=metadata)

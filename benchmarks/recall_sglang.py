@@ -42,7 +42,7 @@ from typing import Any
 from backend_cli.eval import recall_task as recall
 from benchmarks.engines.sglang_server import FLAGS, SglangServer
 from benchmarks.engines.vllm_server import RECALL, versions
-from benchmarks.recall_vllm import Variant, add_arguments, mla_of, rounds_of, serve_all
+from benchmarks.recall_vllm import Request, Variant, add_arguments, mla_of, rounds_of, serve_all
 
 SERVED = "KDA layers on"  # of the line that this package writes at model load
 MODEL = RECALL / "checkpoint"
@@ -61,7 +61,10 @@ class SglangVariant(Variant):
     by_name: bool = False
 
 
-_SLEEP = (("/release_memory_occupation", {}), ("/resume_memory_occupation", {}))
+_SLEEP: tuple[Request, ...] = (
+    ("/release_memory_occupation", {}),
+    ("/resume_memory_occupation", {}),
+)
 _RELOAD = ("/update_weights_from_disk", {"model_path": str(MODEL)})
 _MLA = ("--page-size", "64")
 _DRAFTS = (

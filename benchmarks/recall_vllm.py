@@ -53,6 +53,9 @@ SERVER_S = 150.0  # a start with kernels to compile, and the rounds
 CANARY = "kda_dsv4_canary"
 PLANTED = {"canary": "transpose_states", "mla_canary": "zero_mla_decodes"}
 
+Request = tuple[str, dict[str, Any]]
+"""The path and the body of an HTTP call."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -67,7 +70,7 @@ class Variant:
     flagged: bool = True
     environment: tuple[tuple[str, str], ...] = ()
     rounds: tuple[tuple[str, int], ...] = ROUNDS
-    then: tuple[tuple[str, tuple[tuple[str, dict[str, Any]], ...]], ...] = ()
+    then: tuple[tuple[str, tuple[Request, ...]], ...] = ()
 
 
 _RELOAD = ("/collective_rpc", {"method": "reload_weights"})

@@ -26,6 +26,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -143,7 +144,7 @@ def _force(schedule: tuple[bool, int] | None) -> None:
             if schedule in (None, (item[1].split, item[1].intra_ctas_per_sm))
         )[1]
 
-    pipeline.choose_schedule = choose  # type: ignore[assignment]
+    mock.patch.object(pipeline, "choose_schedule", choose).start()
     pipeline._kernels.cache_clear()
 
 
@@ -280,17 +281,22 @@ def measure(calls: list[Any], args: argparse.Namespace, images: Path) -> None:
             if launched_by(own) is None:
                 sys.exit(f"a call fails without a tool: {own[-2000:]}")
         print(f"compiled and run plainly: {time.perf_counter() - begin:.0f} s", flush=True)
-        jobs = []
+        jobs: list[tuple[str, list[int]]] = []
         for tool in sorted(tools, key=SLOWEST.__ne__):
             parts = max(1, args.jobs if tool == SLOWEST else args.jobs // len(tools))
             jobs += [(tool, list(range(i, len(calls), parts))) for i in range(parts)]
-        done = list(pool.map(lambda job: (*job, *sanitised(*job, args.limit, images)), jobs))
-    result = environment() | {"rows": [], "not_run": [], "unfinished": [], "other_kernels": {}}
-    ours, seen = our_kernels(), set()
+
+        def sanitise(job: tuple[str, list[int]]) -> tuple[str, str, float]:
+            return sanitised(*job, args.limit, images)
+
+        done = list(pool.map(sanitise, jobs))
+    result: dict[str, Any] = dict(environment())
+    result |= {"rows": [], "not_run": [], "unfinished": [], "other_kernels": {}}
+    ours, seen = our_kernels(), set[Kernel]()
     for tool in tools:
         said: list[dict[str, Any]] = []
         found: list[str] = []
-        for its_tool, numbers, own, log, seconds in done:
+        for (its_tool, numbers), (own, log, seconds) in zip(jobs, done, strict=True):
             if its_tool != tool:
                 continue
             print(f"{tool}: {len(numbers)} calls in {seconds:.0f} s", flush=True)

@@ -64,8 +64,12 @@ def main() -> int:
     two.add_argument("--budget", type=float, default=585.0, help="seconds, of the whole command")
     one.add_argument("--flag", action="store_true")
     for command in (two, one):
-        full = {"choices": FULL_ATTENTION, "default": "triton", "help": "of MLA, on all sides"}
-        command.add_argument("--full-attention", **full)
+        command.add_argument(
+            "--full-attention",
+            choices=FULL_ATTENTION,
+            default="triton",
+            help="of MLA, on all sides",
+        )
     return serve_work.started(parser, pair, run)
 
 
@@ -95,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         load_s = time.perf_counter() - begin
         say(f"loaded in {load_s:.0f} s")
         info = engine.get_server_info()
-        head = {
+        head: dict[str, Any] = {
             "script": "benchmarks/serve_sglang.py",
             "head": versions("sglang"),
             "environment": environment(args, "kda" if args.flag else None),
@@ -240,7 +244,7 @@ def measure(
             side.part(
                 decode_name(count, length),
                 4 + 2.5e-5 * count * length,
-                lambda c=count, n=length: side.add(step_row(asked, c, n)),
+                functools.partial(add_step, side, asked, count, length),
             )
 
 
@@ -249,12 +253,11 @@ def new_tokens(count: int, length: int) -> int:
     return 2 * INTERVALS + -(-2 * count * length // BUDGET)
 
 
-def step_row(asked: Asked, count: int, length: int) -> dict[str, Any]:
-    """A decode step by the times between tokens of one sequence."""
+def add_step(side: SideFile, asked: Asked, count: int, length: int) -> None:
+    """The row of a decode step, by the times between tokens of one sequence."""
     times = intervals_ms(asked.arrivals(asked.prompts(count, length), new_tokens(count, length)))
-    return row(
-        decode_name(count, length), "decode", median(times), least_ms=min(times), steps=len(times)
-    )
+    spread = {"least_ms": min(times), "steps": len(times)}
+    side.add(row(decode_name(count, length), "decode", median(times), **spread))
 
 
 def intervals_ms(arrivals: list[list[float]]) -> list[float]:

@@ -33,6 +33,7 @@ weights set later are not those that a captured graph reads.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
@@ -178,9 +179,8 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
         side.part("calls", 25, lambda: serve_work.call_rows(side, asked, steps))
     if "decode" in parts:
         for count, length in serve_work.DECODE_SHORT:
-            side.part(
-                f"decode {count}", 5, lambda c=count, n=length: decode(side, asked, c, n, True)
-            )
+            work = functools.partial(decode, side, asked, count, length, True)
+            side.part(f"decode {count}", 5, work)
     if "mixed" in parts:
         serve_work.mixed_part(side, asked)
     if asked.turn is None:
@@ -190,11 +190,8 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
         side.part("host", 5, lambda: host(asked))
     if "long" in parts:
         for count, length in serve_work.DECODE_LONG:
-            side.part(
-                f"decode {count}, long",
-                3 + 2.5e-5 * count * length,
-                lambda c=count, n=length: decode(side, asked, c, n, False),
-            )
+            work = functools.partial(decode, side, asked, count, length, False)
+            side.part(f"decode {count}, long", 3 + 2.5e-5 * count * length, work)
     if "shared" in parts:
         side.part("shared prompt", 15, lambda: behind_one_prompt(side, asked))
 
@@ -235,7 +232,7 @@ def decode(side: SideFile, asked: Asked, count: int, length: int, kernels: bool)
 def profiles(asked: Asked) -> list[dict[str, Any]]:
     return [
         serve_profile.shown(
-            call_name(*shape), serve_profile.gpu_profile(lambda s=shape: asked.call(*s))
+            call_name(*shape), serve_profile.gpu_profile(functools.partial(asked.call, *shape))
         )
         for shape in PROFILED
     ]

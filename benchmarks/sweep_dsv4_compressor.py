@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,16 +56,16 @@ class Variant:
 
 
 def variants() -> Iterator[Variant]:
-    def of(operator: str, *options: Params) -> Iterator[Variant]:
+    def of(operator: str, options: Iterable[Params]) -> Iterator[Variant]:
         return (Variant(operator, tuple(params.items())) for params in options)
 
     pdl = ("wait", "release_after_wait", "release_first")
     prefetch = ("none", "load", "pool")
-    yield from of("in_place_128", *({"num_warps": 1, "pdl": p} for p in pdl))
+    yield from of("in_place_128", ({"num_warps": 1, "pdl": p} for p in pdl))
     for operator, warps in (("indexer_decode", (1, 2)), ("main_c4_decode", (2, 4))):
         yield from of(
             operator,
-            *(
+            (
                 {"num_warps": w, "pdl": p, "prefetch": f, "block_w": 8}
                 for w in warps
                 for p in pdl
@@ -75,8 +75,11 @@ def variants() -> Iterator[Variant]:
     c128 = ((4, 8), (2, 8), (8, 8), (4, 4), (4, 16))
     yield from of(
         "main_c128_decode",
-        *({"num_warps": w, "block_w": b, "pdl": p} for w, b in c128 for p in pdl),
-        *(
+        ({"num_warps": w, "block_w": b, "pdl": p} for w, b in c128 for p in pdl),
+    )
+    yield from of(
+        "main_c128_decode",
+        (
             {"splits": s, "num_warps": w, "block_w": b, "pdl": "wait"}
             for s in (2, 4, 8)
             for w in (1, 2, 4, 8)
@@ -86,11 +89,11 @@ def variants() -> Iterator[Variant]:
     )
     for operator in ("indexer_prefill", "main_c4_prefill"):
         yield from of(
-            operator, *({"num_warps": w, "rows": r} for w in (1, 2, 4, 8) for r in (1, 2, 4))
+            operator, ({"num_warps": w, "rows": r} for w in (1, 2, 4, 8) for r in (1, 2, 4))
         )
     yield from of(
         "main_c128_prefill",
-        *(
+        (
             {"num_warps": w, "block_w": b, "block_d": d}
             for w in (2, 4, 8)
             for b in (32, 64, 128)

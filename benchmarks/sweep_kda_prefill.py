@@ -93,7 +93,7 @@ def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     )
     schedules_of = candidates(shape, ours.num_sms)
     intra = tuple(IntraCost(ctas, 1, 1) for ctas in INTRA_CTAS)
-    every = CostModel(ours.num_sms, intra, SCANS[:1], 1)
+    every = CostModel(ours.num_sms, intra, (SCANS[0],), 1)
     times = []
     with mock.patch.object(CostModel, "from_table", return_value=every):
         for schedule in schedules_of:

@@ -7,6 +7,7 @@ this is the time by which the engine advances, not the latency of one step.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -84,7 +85,9 @@ def step_row(
 
 def kernels_of_a_step(generate: Callable[[int], Any]) -> dict[str, list[float]]:
     """[ms, launches] by kernel of one of `PROFILED` steps, by the difference of two profiles."""
-    longer, shorter = (serve_profile.kernels_of(lambda n=n: generate(n)) for n in (2 + PROFILED, 2))
+    longer, shorter = (
+        serve_profile.kernels_of(functools.partial(generate, n)) for n in (2 + PROFILED, 2)
+    )
     return {
         name: [(at[i] - shorter.get(name, (0.0, 0))[i]) / PROFILED for i in (0, 1)]
         for name, at in longer.items()

@@ -27,7 +27,7 @@ class AttentionWatch:
     """Counts calls by phase and kernel, and compares those of this package with FlashMLA's."""
 
     def __init__(self, model: str = "v4") -> None:
-        flashmla = importlib.import_module(f"vllm.models.deepseek_{model}.nvidia.flashmla")
+        flashmla: Any = importlib.import_module(f"vllm.models.deepseek_{model}.nvidia.flashmla")
         self._layer = flashmla.DeepseekV4FlashMLAAttention
         self.calls: dict[str, Counter[str]] = defaultdict(Counter)
         self.captured: dict[str, set[int]] = defaultdict(set)

@@ -57,7 +57,7 @@ def spans_of(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
     return [
         (event.name, event.time_range.start, event.time_range.end)
         for event in record.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     ]
 
 

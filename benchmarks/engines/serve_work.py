@@ -150,7 +150,7 @@ def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = Non
                 raise TimeoutError("expected an empty prefix cache within 5 s")
             time.sleep(0.1)
         apart = [asked.greedy([one])[0] for one in batch[: asked.apart]]
-        found = {"lengths": lengths, "together": together, "apart": apart}
+        found: dict[str, Any] = {"lengths": lengths, "together": together, "apart": apart}
         if long:
             ends = [prompt_of(rng, rng.randint(5, 150)) for _ in batch]
             again = [one + end for one, end in zip(batch, ends, strict=True)]
@@ -462,7 +462,7 @@ def beside(calls: Iterable[Callable[[], None]]) -> None:
 
 def join(sides: dict[str, Any]) -> dict[str, Any]:
     """Rows of all sides by their names, and what each side says of itself."""
-    first = next(iter(sides.values()), {})
+    first: dict[str, Any] = next(iter(sides.values()), {})
     times = {side: {r["what"]: r for r in data["rows"]} for side, data in sides.items()}
     rows = []
     for what in dict.fromkeys(what for by in times.values() for what in by):

@@ -41,7 +41,7 @@ class Server:
         RuntimeError: it ended or was not healthy in time; the message has its last lines.
     """
 
-    COUNTED = COUNTERS
+    COUNTED: tuple[str, ...] = COUNTERS
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ made before, as an engine makes it once per step. The libraries lie in one folde
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import time
@@ -84,7 +85,7 @@ def _load_flashmla(folder: Path) -> Peer:
                 :2
             ]
 
-        return [lambda table=table: call(table) for table in x.tables]
+        return [functools.partial(call, table) for table in x.tables]
 
     return make
 
@@ -114,7 +115,7 @@ def _load_fa3(folder: Path) -> Peer:
             modes = (x.scale, True, -1, -1, 0.0, True, plan, FA3_SPLITS, None, 0, None, 1, 0, None)
             x.result = ops.fwd(*tensors, *paged, *modes)[:2]
 
-        return [lambda table=table: call(table) for table in x.tables]
+        return [functools.partial(call, table) for table in x.tables]
 
     return make
 
@@ -153,7 +154,7 @@ def _load_flashinfer(folder: Path) -> Peer:
                 sizes = (0, x.heads, x.page_size, x.scale, True, 1.0, 1.0)
                 module.run(floats, ints, plan, *tensors, *sizes)
 
-        return [lambda pages=pages: call(pages) for pages in x.pages]
+        return [functools.partial(call, pages) for pages in x.pages]
 
     return make
 
@@ -187,12 +188,13 @@ def _load_vllm_triton(folder: Path) -> Peer:
         one = torch.ones((), device="cuda")
         kv = x.cache.unsqueeze(2)
         x.result = (out, lse)
-        return [
-            lambda table=table: ops.decode_attention_fwd(
+
+        def call(table: torch.Tensor) -> None:
+            ops.decode_attention_fwd(
                 x.q, kv, kv[..., :512], out, lse, table, x.lengths, logits, splits, x.scale,
                 x.page_size, k_scale=one, v_scale=one, is_mla=True,
-            )
-            for table in x.tables
-        ]  # fmt: skip
+            )  # fmt: skip
+
+        return [functools.partial(call, table) for table in x.tables]
 
     return make

@@ -160,7 +160,9 @@ def load() -> Packages:
             found[name] = kind()
         except ImportError as reason:
             absent.append((name, f"does not load: {reason}"))
-    return Packages(*found.values(), tuple(absent))
+    return Packages(
+        found["SageAttention2"], found["SpargeAttn"], found["ThunderKittens"], tuple(absent)
+    )
 
 
 Calls = dict[str, Callable[[], object]]

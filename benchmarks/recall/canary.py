@@ -9,9 +9,10 @@ from collections.abc import Callable
 import torch
 
 CHUNK = 64
+ChunkKda = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def with_transposed_state(chunk_kda: Callable[..., tuple]) -> Callable[..., tuple]:
+def with_transposed_state(chunk_kda: ChunkKda) -> ChunkKda:
     """Plant the bug in a right ``chunk_kda``: outputs read earlier chunks' state transposed.
 
     The state itself is updated as it should be. In a chunk that starts from the state S, with the

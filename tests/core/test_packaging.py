@@ -51,7 +51,7 @@ def test_every_folder_with_modules_is_packaged() -> None:
     scripts = {".".join(("kda_dsv4_benchmarks", *folder.parts)) for folder in BENCHMARKS}
     packages = set(PROJECT["tool"]["setuptools"]["packages"])
     assert packages == folders | {"backend_core.configs"} | scripts
-    assert set(PROJECT["tool"]["mypy"]["packages"]) == {*OURS, "tools.fuzz"}
+    assert set(PROJECT["tool"]["mypy"]["packages"]) == {*OURS, "benchmarks", "tools.fuzz"}
 
 
 def test_entry_points_are_named_after_families() -> None:
