@@ -123,9 +123,14 @@ def ours(x: Layer, selection: KdaSelection | None = None, *, fused: bool = True)
     selection = selection or selection_of(x.heads)
     # pdl_prefetch_safe: the call before has other slots
     return lambda i: kda_decode_step(
-        *inputs, StateRef.pool(x.states, x.indices[i]), conv=conv, norm=norm, out=out,
-        selection=selection, pdl_prefetch_safe=True,
-    )  # fmt: skip
+        *inputs,
+        StateRef.pool(x.states, x.indices[i]),
+        conv=conv,
+        norm=norm,
+        out=out,
+        selection=selection,
+        pdl_prefetch_safe=True,
+    )
 
 
 def expected(x: Layer) -> tuple[torch.Tensor, torch.Tensor]:

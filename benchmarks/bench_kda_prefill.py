@@ -95,9 +95,13 @@ class Ours:
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
         kda_prefill(
-            *self.inputs, self.state, self.step_plan, out=self.out, scratch=self.scratch,
+            *self.inputs,
+            self.state,
+            self.step_plan,
+            out=self.out,
+            scratch=self.scratch,
             selection=self.selection,
-        )  # fmt: skip
+        )
         return self.out, self.pool[1:-1]
 
 
