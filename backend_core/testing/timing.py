@@ -1,4 +1,7 @@
-"""How the benchmarks measure: medians of CUDA-graph replays, and the Python call an engine pays."""
+"""How the benchmarks measure: medians of CUDA-graph replays, and the Python call an engine pays.
+
+Calls are timed without gradients, as engines make them.
+"""
 
 from __future__ import annotations
 
@@ -103,6 +106,7 @@ def stream_time_ms(call: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
+@torch.no_grad()
 def call_time_ms(call: Callable[[], object], repeats: int = 50) -> float:
     """Time of one Python call with an idle GPU before and after it: host and device, in ms."""
     for _ in range(5):
@@ -117,6 +121,7 @@ def call_time_ms(call: Callable[[], object], repeats: int = 50) -> float:
     return statistics.median(times)
 
 
+@torch.no_grad()
 def host_time_ms(call: Callable[[], object], repeats: int = 200) -> float:
     """Time the host spends in one Python call, in ms: the GPU is kept from filling its queue."""
     for _ in range(5):
