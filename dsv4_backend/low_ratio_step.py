@@ -25,7 +25,6 @@ from backend_core.contracts import (
     interprets,
 )
 from backend_core.operator import Selection, select
-from backend_core.ready import Ready
 from backend_core.target import Target, detect_target
 from dsv4_backend.contract.calls import check_records
 from dsv4_backend.contract.values import ROW_DTYPES, check_index
@@ -35,6 +34,7 @@ from dsv4_backend.spec import LATENT_DIM, LowRatioLayer, LowRatioSpec
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import Argument, Packed
+    from dsv4_backend.launch_cache import LaunchCache
 
 OPERATOR = "low_ratio"
 RING_ROWS = 8
@@ -256,7 +256,7 @@ def low_ratio_selection(
     return select(TABLES, OPERATOR, target, LowRatioStepSpec(spec, state_block))
 
 
-def _bind(
+def bind(
     layer: LowRatioLayer,
     kv_score: torch.Tensor,
     state: torch.Tensor | None,
@@ -312,24 +312,17 @@ def _bind(
     return _Bound(selection, call.pack() if has_kernels and not interprets() else None)
 
 
-class LowRatioLaunchCache:
-    """What `LaunchCache` is, for ``compress_low_ratio_``."""
-
-    def __init__(self) -> None:
-        self.find = Ready(_bind, addresses=(2, 3, 4), any_length=(1, 5), kept=64)
-
-
 def bound_low_ratio(
     call: LowRatioCall,
     plan: LowRatioStep,
     target: Target | None,
     selection: Selection[Any, Any] | None,
-    launches: LowRatioLaunchCache | None,
+    launches: LaunchCache | None,
 ) -> Selection[LowRatioStepSpec, LowRatioRun]:
     """Check a call or find that one like it was, make it ready, and return its paths."""
     layer = call.layer
     tensors = (layer.norm_weight, layer.key_projection, layer.key_norm_weight, layer.rope_table)
-    bound = (_bind if launches is None else launches.find)(
+    bound = (bind if launches is None else launches.low_ratio)(
         layer,
         call.kv_score,
         call.state,

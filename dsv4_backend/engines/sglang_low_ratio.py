@@ -28,7 +28,7 @@ from backend_core.engines.calls import odd_arguments
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
 from dsv4_backend import (
-    LowRatioLaunchCache,
+    LaunchCache,
     LowRatioLayer,
     LowRatioSpec,
     LowRatioStep,
@@ -99,7 +99,7 @@ class _BoundLayer:
     layer: LowRatioLayer | None = None
     memory: tuple[int, ...] = ()
     tensors: tuple[Any, Any, Any] = (None, None, None)
-    launches: LowRatioLaunchCache = field(default_factory=LowRatioLaunchCache)
+    launches: LaunchCache = field(default_factory=LaunchCache)
 
 
 class LowRatioSteps:

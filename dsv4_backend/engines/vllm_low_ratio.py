@@ -38,7 +38,7 @@ from backend_core.engines.vllm_flag import flag_name, say
 from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
 from dsv4_backend import (
-    LowRatioLaunchCache,
+    LaunchCache,
     LowRatioLayer,
     LowRatioSpec,
     LowRatioStep,
@@ -164,7 +164,7 @@ class LowRatioCompressor(DeepseekCompressor):  # type: ignore[misc]
             tuple[torch.Tensor, torch.Tensor],
             tuple[torch.Tensor, torch.Tensor],
             LowRatioLayer,
-            LowRatioLaunchCache,
+            LaunchCache,
         ]
         | None
     ) = None
@@ -217,7 +217,7 @@ def _bind(
     tuple[torch.Tensor, torch.Tensor],
     tuple[torch.Tensor, torch.Tensor],
     LowRatioLayer,
-    LowRatioLaunchCache,
+    LaunchCache,
 ]:
     """At the first step that has caches: check them, and compile what a later step may launch.
 
@@ -233,7 +233,7 @@ def _bind(
         key_norm_weight=indexer.k_norm.weight,
         rope_table=attention.rotary_emb.cos_sin_cache,
     )
-    pages, launches = (_pages(main, spec.main), _pages(index, spec.index)), LowRatioLaunchCache()
+    pages, launches = (_pages(main, spec.main), _pages(index, spec.index)), LaunchCache()
     warm_up_low_ratio(layer, kv_score, state, *pages, plan, launches=launches)
     return (main, index), pages, layer, launches
 

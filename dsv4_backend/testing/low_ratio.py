@@ -14,7 +14,7 @@ from backend_core.operator import Selection, forced
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from dsv4_backend import (
-    LowRatioLaunchCache,
+    LaunchCache,
     LowRatioLayer,
     LowRatioSpec,
     LowRatioStep,
@@ -204,7 +204,7 @@ def compare(
     target: Target,
     device: torch.device,
     selection: Selection[Any, Any] | None = None,
-    launches: LowRatioLaunchCache | None = None,
+    launches: LaunchCache | None = None,
 ) -> float:
     """One call on the paths of a target and by the definition, which the engine goes on from: the
     share of written values that differ; see `judge`."""
@@ -288,7 +288,7 @@ def serve(
     longest = max(end for chunks in steps for _, _, end in chunks)
     engine, layer = LowRatioEngine(spec, 3, longest, ring_rows), make_layer(spec, 5, CPU)
     histories = [make_history(spec, longest, 70 + n, adversarial) for n in range(3)]
-    launches, worst = LowRatioLaunchCache(), 0.0
+    launches, worst = LaunchCache(), 0.0
     for chunks in steps:
         rows = torch.cat([histories[n][a:b] for n, a, b in chunks])
         rows = torch.cat([rows, torch.full((2, spec.row_width), torch.nan)])

@@ -18,7 +18,6 @@ from backend_core.target import Target
 from dsv4_backend import (
     CompressorLayer,
     LaunchCache,
-    LowRatioLaunchCache,
     LowRatioStep,
     PagedDecode,
     PagedPrefill,
@@ -141,7 +140,7 @@ class TimedLowRatio:
     call: LowRatioCall
     step_plan: LowRatioStep
     ends: int
-    launches: LowRatioLaunchCache = field(default_factory=LowRatioLaunchCache)
+    launches: LaunchCache = field(default_factory=LaunchCache)
 
     def run(
         self, target: Target | None = None, selection: Selection[Any, Any] | None = None

@@ -13,9 +13,10 @@ from backend_core.operator import forced
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from dsv4_backend import compress_decode_, warm_up
+from dsv4_backend.launch_cache import LaunchCache
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.spec import CompressorLayer
-from dsv4_backend.step import CompressorCall, LaunchCache, bound_call
+from dsv4_backend.step import CompressorCall, bound_call
 from dsv4_backend.testing.check_cases import check_cases
 from dsv4_backend.torch_step import step
 from tests.dsv4.cases import (

@@ -15,7 +15,7 @@ from backend_core.formats import RECORD_FORMATS
 from backend_core.operator import forced
 from backend_core.tables.select import load_table
 from dsv4_backend import (
-    LowRatioLaunchCache,
+    LaunchCache,
     LowRatioStep,
     RecordSpec,
     compress_low_ratio_,
@@ -126,7 +126,7 @@ def test_a_graph_replays_other_steps(ratio: int, known: bool, formats: Any) -> N
     spec = kit.make_spec(ratio, *formats)
     engine, layer = kit.LowRatioEngine(spec, 2, 48), kit.make_layer(spec, 5, CPU)
     histories = [kit.make_history(spec, 48, n) for n in range(2)]
-    moved, graph, launches = None, torch.cuda.CUDAGraph(), LowRatioLaunchCache()
+    moved, graph, launches = None, torch.cuda.CUDAGraph(), LaunchCache()
     for chunks in steps:
         rows = torch.cat([histories[n][a:b] for n, a, b in chunks])
         rows = torch.cat([rows, torch.full((2, spec.row_width), torch.nan)])
@@ -213,9 +213,9 @@ def test_specs_and_plans_name_what_breaks_them() -> None:
 @pytest.mark.interpreter
 def test_calls_that_agree_are_checked_once() -> None:
     tensors, plan = given()
-    launches, made = LowRatioLaunchCache(), []
-    bind = launches.find.make
-    launches.find.make = lambda *args: made.append(args) or bind(*args)
+    launches, made = LaunchCache(), []
+    bind = launches.low_ratio.make
+    launches.low_ratio.make = lambda *args: made.append(args) or bind(*args)
     for rows in (8, 8, 7):
         shorter = dataclasses.replace(
             plan,
