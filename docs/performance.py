@@ -84,7 +84,7 @@ def _headline() -> str:
         ),
         (
             f"KDA decode step, {len(decode['rows'])} sizes",
-            "vLLM, FLA",
+            "FlashInfer (8 and 32 heads), vLLM, sglang, FLA",
             [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in decode["rows"]],
         ),
         (

@@ -9,6 +9,9 @@ from docs.performance_parts.page import RESULTS, load, section, table
 # pairs of upstream and flag by the serve benchmarks
 DEFAULT_MODES = ("vllm033_kimi48b.json", "sglang_kimi48b.json")
 
+# later runs of the loads alone, by the pair whose memory they tell
+_LOADS = {"vllm033_kimi48b.json": "vllm033_kimi48b_load.json"}
+
 # the same benchmarks of models that are cut, and of other options
 CUT = {
     "sglang_kimi_k3.json": "Kimi-K3's layers in sglang",
@@ -73,6 +76,7 @@ def default_modes() -> list[str]:
             *table(["", "upstream", "with the flag", "×"], cells),
             "",
             *_runs_of_the_mixed_load(report),
+            *_memory(_LOADS.get(name, name)),
             *([f"The engine: {mode}."] if mode else []),
             *(["", "Both sides have CuTe DSL."] if engine.get("cute_dsl") else []),
             *_where_time_goes(report),
@@ -114,7 +118,7 @@ def cut_models() -> list[str]:
             + (f" Sizes of graphs of the last column: {sizes}." if sizes else ""),
             "",
             *([*table(["ms", *names.values(), "×"], cells), ""] if cells else []),
-            *([] if report.get("beside") else _memory(report)),
+            *([] if report.get("beside") else _memory(name)),
             *_tokens_and_paths(report),
         ]
     return lines
@@ -174,16 +178,22 @@ def _runs_of_the_mixed_load(report: dict[str, Any]) -> list[str]:
         said.append(f"{name} {', '.join(f'{ms:,.0f}' for ms in row['runs_ms'])}")
     note = "after one that is not timed" if is_warm else "of which the first may hold the engine's"
     note += "" if is_warm else " own compilation"
-    return [f"Runs of the mixed load in ms, {note}: {'; '.join(said)}.", "", *_memory(report)]
+    return [f"Runs of the mixed load in ms, {note}: {'; '.join(said)}.", ""]
 
 
-def _memory(report: dict[str, Any]) -> list[str]:
-    """What the GPU's memory holds after the load of both sides, where that was asked."""
-    found = [report["sides"][side].get("memory_after_load_mib") for side in ("upstream", "flag")]
+def _memory(name: str) -> list[str]:
+    """What the GPU's memory and the cache hold after the loads of a file, as far as asked."""
+    report = load(name)
+    sides = [report["sides"][side] for side in ("upstream", "flag")]
+    found = [side.get("memory_after_load_mib") for side in sides]
     if None in found:
         return []
-    upstream, flag = found
-    return [f"Memory of the GPU after load: {upstream:,} MiB, with the flag {flag:,} MiB.", ""]
+    said = f"{found[0]:,} MiB, with the flag {found[1]:,} MiB"
+    blocks = [side.get("engine", {}).get("blocks") for side in sides]
+    if None not in blocks:
+        said += f". The engine then has {blocks[0]:,} cache blocks, and {blocks[1]:,} with the flag"
+    record = f"[{report['date']}](../benchmarks/results/{name})"
+    return [f"Memory of the GPU after load ({record}): {said}.", ""]
 
 
 def _where_time_goes(report: dict[str, Any]) -> list[str]:

@@ -205,6 +205,9 @@ def layer() -> list[str]:
     ]
 
 
+_PEERS = {"fla": "FLA", "flashinfer": "FlashInfer", "sglang": "sglang", "vllm": "vLLM"}
+
+
 def decode() -> list[str]:
     report = load("kda_decode_h200.json")
     ratios = [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
@@ -213,13 +216,15 @@ def decode() -> list[str]:
     for row, ratio in zip(report["rows"], ratios, strict=True):
         cell = f"{us(row['ours_gpu_ms'])}, {ratio:.2f}×"
         times.setdefault((str(row["batch"]),), {})[f"{row['H']} heads"] = cell
-    peers = ", ".join(sorted({row["best_peer"] for row in report["rows"]}))
+    peers = ", ".join(sorted({_PEERS[row["best_peer"]] for row in report["rows"]}))
+    taken = sorted({row["H"] for row in report["rows"] if "flashinfer_gpu_ms" in row})
     return [
         *section("KDA decode step", report, "kda_decode_h200.json"),
         "",
         "A step from the packed projections to the gated norm, times in µs; the launches of a peer"
         f" are added. Each is followed by the time of the best peer ({peers}) over it; the"
-        f" geometric mean is {mean(ratios):.2f}×, the least value {min(ratios):.2f}×. To read and"
+        f" geometric mean is {mean(ratios):.2f}×, the least value {min(ratios):.2f}×. FlashInfer's"
+        f" kernel takes {' and '.join(map(str, taken))} of these numbers of heads. To read and"
         f" write the fp32 state once at the copy bandwidth ({report['copy_gbs']:,.0f} GB/s) takes"
         f" {min(share):.0%} to {max(share):.0%} of our time."
         " [studies/kda.md](studies/kda.md#decode-step) says what memory permits.",
