@@ -34,7 +34,11 @@ def side(name: str) -> dict[str, Any]:
         "heads": 64,
         "gpu": "NVIDIA H200",
         "release": "0.5.23",
-        "compressors": {"here": 5 if is_ours else 0, "left": 0, "calls": {}},
+        "compressors": {
+            "here": 5 if is_ours else 0,
+            "left": 0,
+            "calls": {"decode": {"ours": 9}, "prefill": {"sglang's": 9}},
+        },
         "attention": {
             "calls": calls if is_ours else {},
             "captured": {} if name.endswith("eager") else {"decode ours": [1, 2]},
@@ -42,10 +46,10 @@ def side(name: str) -> dict[str, Any]:
             "worst": {"decode": 0.004, "prefill": 0.0},
         },
         "records": {
-            "compared": {"decode": 9, "prefill": 9},
+            "compared": {"decode": 9},
             "bytes_written": 1000,
             "bytes_unlike_upstream": 1,
-            "planted_errors_seen": {"decode": True, "prefill": True},
+            "planted_errors_seen": {"decode": True},
         },
         "tokens": tokens,
         "tokens_from_cache": copy.deepcopy(tokens),
@@ -76,7 +80,8 @@ PROBLEMS = {
     "graphs": "flag: no graph holds our sparse attention",
     "rows": "rows of our sparse attention beside FlashMLA's on the same input, decodes, worst",
     "bytes": "flag-eager: 11 of 1000 bytes unlike sglang's",
-    "planted": "flag-eager: moved input must be seen, got {'decode': True}",
+    "planted": "flag-eager: moved input must be seen, got {'decode': False}",
+    "no decode": "flag-eager: moved input must be seen, got {}",
     "drafts": "flag-mtp: no drafts were verified",
 }
 
@@ -103,7 +108,10 @@ def test_each_failure_is_a_problem(case: str) -> None:
     elif case == "bytes":
         eager["records"]["bytes_unlike_upstream"] = 11
     elif case == "planted":
-        del eager["records"]["planted_errors_seen"]["prefill"]
+        eager["records"]["planted_errors_seen"]["decode"] = False
+    elif case == "no decode":
+        eager["records"]["planted_errors_seen"] = {}
+        eager["compressors"]["calls"] = {"decode": {"sglang's": 9}}
     elif case == "drafts":
         sides["flag-mtp"]["tokens"]["accepted"] = [None] * PROMPTS
     problems = judge(sides).problems
