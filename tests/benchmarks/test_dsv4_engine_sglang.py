@@ -143,8 +143,7 @@ def test_a_process_that_fails_shows_the_end_of_its_log(
 ) -> None:
     """As on a machine without sglang: every process fails."""
     monkeypatch.setattr(dsv4_verdict, "SIDES", ("upstream",))
-    words = ["dsv4_engine_sglang", str(tmp_path / "out.json"), "--logs", str(tmp_path), "--mtp"]
-    monkeypatch.setattr(dsv4_verdict, "MTP_SIDES", ())
+    words = ["dsv4_engine_sglang", str(tmp_path / "out.json"), "--logs", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(SystemExit) as stopped:
