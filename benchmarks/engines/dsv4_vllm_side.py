@@ -3,115 +3,56 @@
     python -m benchmarks.engines.dsv4_vllm_side {upstream,flag}[-eager|-mtp] OUT.json
         [--model {v4,v41}] [--heads N]
 
-The model is vLLM's own DeepSeek-V4 or V4.1 for CUDA in bf16, with its shapes where kernels fix
-them: 64 heads of 512 channels, or as few as a rank has under tensor parallelism, an indexer of 64
-heads that takes 512 compressed rows. V4 has ratios 4 and 128. V4.1 has ratios 1 and 2, each with a
-layer that reads another one's rows, once by an indexer of its own and once by the other's lists; it
-is the language model alone, and captures fewer sizes. Its last layer makes rows of its own: behind
-the last such layer vLLM would run a prompt's last tokens alone, in graphs of their own.
+The model is vLLM's own DeepSeek-V4 or V4.1 for CUDA in bf16, as `benchmarks.engines.dsv4_model`
+configures it, with 64 heads or as few as a rank has under tensor parallelism. V4.1 is the language
+model alone, and captures fewer sizes. Its last layer makes rows of its own: behind the last such
+layer vLLM would run a prompt's last tokens alone, in graphs of their own.
 What the machine may lack is replaced by the engine's own code in another form, on every side alike:
 
 - mHC by vLLM's torch functions, since TileLang need not be there; its warm-up is off for this.
 - without CuTe DSL, upstream's main compressor by vLLM's own Triton kernel.
-
-What would let rounding choose tokens is avoided: experts are chosen by token (hash layers), or in
-V4.1 each token takes all of them; the head is computed in fp32 and can choose 16 tokens, and no key
-takes most of an attention's weight.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import random
 import sys
-import tempfile
 import time
 import types
-import zlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from benchmarks.engines.dsv4_model import (
+    BATCHED_TOKENS,
+    CONFIGS,
+    DRAFTS,
+    HEADS,
+    MAX_LENGTH,
+    MTP_SIDES,
+    NEW_TOKENS,
+    REQUESTS,
+    SIDES,
+    VOCABULARY,
+    continued,
+    draw_weights,
+    halve_rows,
+    model_directory,
+    prompts,
+)
 
-SIDES = ("upstream", "flag", "upstream-eager", "flag-eager")
-MTP_SIDES = ("upstream-mtp", "flag-mtp")
-DRAFTS = 2
-HEADS = (8, 16, 32, 64)  # of the attention; groups of the output projection are as many at least
-VOCABULARY, EXPERTS = 1024, 8
-ANSWERS = 16  # tokens that the head can choose; with more, its two best are closer together
-MODEL = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "torch_dtype": "bfloat16",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 256,
-    "o_lora_rank": 128,
-    "o_groups": 8,
-    "sliding_window": 128,
-    "compress_ratios": [0, 4, 128, 4],
-    "index_head_dim": 128,
-    "index_n_heads": 64,
-    "index_topk": 512,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 16384,
-    "rope_theta": 10000.0,
-    "compress_rope_theta": 160000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    },
-    "n_routed_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 256,
-    "hidden_act": "silu",
-    "swiglu_limit": 10.0,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 4,
-    "hc_eps": 1e-6,
-    "num_hash_layers": 4,
-    "num_nextn_predict_layers": 1,
+SWITCHES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
 }
-V41_LAYERS = {
-    "num_hidden_layers": 6,
-    "compress_ratios": [0, 1, 1, 2, 2, 1],
-    "kv_source_layer_ids": [1, 3, 5],
-    "index_source_layer_ids": [1, 2, 3, 5],
-    "num_experts_per_tok": EXPERTS,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "v4": MODEL,
-    "v41": {
-        "architectures": ["DeepseekV41ForCausalLM"],
-        "model_type": "deepseek_v41",
-        "torch_dtype": "bfloat16",
-        "text_config": {**MODEL, **V41_LAYERS},
-        "vision_config": {},
-    },
-}
+
 CAPTURED = {"v41": [1, 2, 4, 8, 16, 32, 64, 128]}  # tokens of graphs; of V4 the engine's choice
-BATCHED_TOKENS, MAX_LENGTH, REQUESTS, NEW_TOKENS = 2048, 6144, 64, 16
 CACHE_BYTES = 2 << 30
 MHC = {  # by module the functions of hyper-connections that it calls
     "v4": {
@@ -140,6 +81,8 @@ def main() -> None:
     args = parser.parse_args()
     flag, eager = args.side.startswith("flag"), args.side.endswith("eager")
     drafts = DRAFTS if args.side in MTP_SIDES else 0
+    for switch, value in SWITCHES.items():
+        os.environ.setdefault(switch, value)
     if flag:
         os.environ["KDA_DSV4_STRICT"] = "1"
     say("importing vllm")
@@ -157,9 +100,7 @@ def main() -> None:
     }
     watch = attention = None
     if flag:
-        from benchmarks.engines.dsv4_attention import AttentionWatch
-
-        attention = AttentionWatch(args.model)
+        attention = watch_attention(args.model)
     if flag and not eager:
         from benchmarks.engines.dsv4_vllm_watch import Watch
 
@@ -196,8 +137,25 @@ def main() -> None:
         if watch is not None:
             result["records"] = watch.report()
         if attention is not None:
-            result["attention"] = attention.report(runner.model)
+            result["attention"] = attention.report()
         args.out.write_text(json.dumps(result) + "\n")
+
+
+def watch_attention(name: str) -> Any:
+    """Sees which attention runs from now on; made before the engine."""
+    import importlib
+
+    from benchmarks.engines.dsv4_attention import AttentionWatch
+    from mla_backend.engines import vllm_sparse
+    from mla_backend.engines.flash_mla_calls import DECODE, PREFILL
+
+    watch = AttentionWatch()
+    watch.comparing = True
+    watch.ours(vllm_sparse)
+    flashmla: Any = importlib.import_module(f"vllm.models.deepseek_{name}.nvidia.flashmla")
+    for call in (DECODE, PREFILL):
+        setattr(flashmla, call, watch.theirs(call, getattr(flashmla, call)))
+    return watch
 
 
 def say(line: str) -> None:
@@ -344,13 +302,9 @@ def load(flag: bool, eager: bool, drafts: int, name: str, heads: int) -> Any:
 
     from backend_core.engines import flag_name
 
-    directory = Path(tempfile.mkdtemp())
-    config = copy.deepcopy(CONFIGS[name])
-    config.get("text_config", config)["num_attention_heads"] = heads
-    (directory / "config.json").write_text(json.dumps(config))
     sizes = {} if eager else {"cudagraph_capture_sizes": CAPTURED.get(name)}
     return LLM(
-        model=str(directory),
+        model=model_directory(name, heads),
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -373,51 +327,6 @@ def load(flag: bool, eager: bool, drafts: int, name: str, heads: int) -> Any:
             else {}
         ),
     )
-
-
-def draw_weights(model: Any) -> None:
-    """Weights by name alone, at a scale where attention has a say and no single record decides."""
-    import torch
-
-    with torch.inference_mode():
-        for name, parameter in model.named_parameters():
-            generator = torch.Generator(device=parameter.device)
-            generator.manual_seed(zlib.crc32(name.encode()))
-            x = parameter.data
-            if not x.is_floating_point():  # experts by token, each other ones
-                order = torch.rand(x.shape[0], EXPERTS, generator=generator, device=x.device)
-                x.copy_(order.argsort(-1)[:, : x.shape[1]])
-                continue
-            x.copy_(torch.empty_like(x, dtype=torch.float32).normal_(generator=generator))
-            if "norm" in name:
-                x.mul_(0.1).add_(1.5 if "compressor.norm" in name or "kv_norm" in name else 1.0)
-            elif name.endswith(("ape", "_base", "_scale", "attn_sink")):
-                x.mul_(0.5)
-            elif x.dim() > 1 and "embed" not in name:
-                x.mul_(x.shape[-1] ** -0.5)
-            if name == "lm_head.weight" or name.endswith("shared_head.head.weight"):
-                x[ANSWERS:] = 0
-        if hasattr(model, "process_weights_after_loading"):
-            model.process_weights_after_loading()
-
-
-def prompts() -> list[list[int]]:
-    """64 prompts of 1 to 5,000 tokens."""
-    rng = random.Random(0)
-    lengths = [rng.randint(1, 64) for _ in range(24)] + [rng.randint(65, 700) for _ in range(24)]
-    lengths += [rng.randint(700, 2000) for _ in range(12)]
-    lengths += [rng.randint(2100, 5000) for _ in range(4)]  # the indexer has to choose
-    rng.shuffle(lengths)
-    return [[rng.randrange(1, VOCABULARY) for _ in range(length)] for length in lengths]
-
-
-def continued(batch: list[list[int]]) -> list[list[int]]:
-    """The same prompts, each with a few tokens more: their beginnings lie in the prefix cache."""
-    rng = random.Random(1)
-    return [
-        [*one, *(rng.randrange(1, VOCABULARY) for _ in range(1 + i % 9))]
-        for i, one in enumerate(batch)
-    ]
 
 
 def sampling(new: int, logprobs: int | None = None) -> Any:
@@ -500,9 +409,7 @@ def other_weights(llm: Any, model: Any) -> list[list[int]]:
     if not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache must be empty for other weights, and was not cleared")
     with torch.inference_mode():
-        for name, parameter in model.named_parameters():
-            if "compressor.norm" in name and "indexer" not in name:
-                parameter.data.mul_(0.5)
+        halve_rows(model)
     tokens: list[list[int]] = generate(llm, prompts(), "tokens with other weights")["tokens"]
     return tokens
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.dsv4_engine_vllm import judge, write
-from benchmarks.engines.dsv4_vllm_side import MTP_SIDES, SIDES
+from benchmarks.dsv4_engine_vllm import judge
+from benchmarks.engines.dsv4_model import MTP_SIDES, SIDES
+from benchmarks.engines.dsv4_verdict import write
 
 PROMPTS = 64
 
@@ -45,7 +46,6 @@ def side(name: str) -> dict[str, Any]:
     }
     if name.startswith("flag"):
         result["attention"] = {
-            "layers": {"SparseAttention": 3, "DeepseekV4FlashMLAAttention": 1},
             "calls": {"decode": {"ours": 5, "flashmla": 2}, "prefill": {"flashmla": 7}},
             "captured": {} if name.endswith("eager") else {"decode ours": [1, 2]},
             "rows": {"decode": [77, 77], "prefill": [0, 0]},

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from backend_core.engines import Engine
-from benchmarks import recall_sglang, serve_sglang
+from benchmarks import dsv4_engine_sglang, recall_sglang, serve_sglang
+from benchmarks.engines import dsv4_model, dsv4_sglang_plugin, dsv4_sglang_side
+from benchmarks.engines.dsv4_model import BATCHED_TOKENS, MTP_SIDES, SIDES
 from benchmarks.engines.sglang_server import plant
 from kda_backend.engines import sglang_prefill_graphs
 
@@ -159,6 +161,109 @@ def test_the_prefix_cache_can_be_emptied() -> None:
     text = (package / "entrypoints" / "engine.py").read_text()
     assert "def flush_cache(self):" in text and "tokenizer_manager.flush_cache()" in text
     assert "success" in inspect.get_annotations(FlushCacheReqOutput)
+
+
+@with_the_models
+@pytest.mark.parametrize("model", dsv4_model.CONFIGS)
+@pytest.mark.parametrize("side", [*SIDES, *MTP_SIDES])
+def test_sglang_takes_the_small_deepseek(
+    side: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arguments resolve to the same engine on both sides, but for what a side is."""
+    from sglang.srt.environ import envs
+    from sglang.srt.server_args import ServerArgs
+
+    if side in MTP_SIDES and model != "v4":
+        pytest.skip("V4.1's drafts come from another kind of model")
+    for name, value in dsv4_sglang_side.switches("upstream").items():
+        assert not name.startswith("SGLANG_") or hasattr(envs, name)
+        monkeypatch.setenv(name, value)
+    arguments = dsv4_sglang_side.engine_arguments(side, model)
+    assert set(arguments) <= set(inspect.signature(ServerArgs).parameters)
+    args = ServerArgs(**arguments, device="cpu")
+    args.resolve_once()
+    found = SimpleNamespace(**args.resolved_dict())
+    assert found.attention_backend == "dsv4" and found.page_size == 256
+    assert getattr(args, "_kda_dsv4_requested", None) == ("dsv4" if "flag" in side else None)
+    graphs = found.cuda_graph_config
+    assert (graphs["decode"]["backend"] == "disabled") == side.endswith("eager")
+    assert graphs["prefill"]["backend"] == "disabled" and not found.disable_radix_cache
+    assert found.enable_decoder_swa_bounded_replay in (None, False)
+    assert found.speculative_algorithm == ("EAGLE" if side in MTP_SIDES else None)
+    assert found.chunked_prefill_size == BATCHED_TOKENS and found.moe_runner_backend == "triton"
+
+
+@with_the_models
+@pytest.mark.parametrize("model", dsv4_model.CONFIGS)
+def test_sglang_builds_the_small_deepseek(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights that the script draws, and compressed rows that it halves."""
+    import torch
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader import loader
+    from sglang.srt.models import deepseek_v4
+    from sglang.srt.runtime_context import get_parallel, publish
+    from sglang.srt.server_args import ServerArgs
+
+    from tests.engines.kda.sglang.harness import one_rank
+
+    args = ServerArgs(**dsv4_sglang_side.engine_arguments("upstream", model), device="cpu")
+    args.resolve_once()
+    publish(args, role="test")
+    one_rank()
+    config = ModelConfig.from_server_args(args)
+    monkeypatch.setattr(deepseek_v4, "get_rope_wrapper", lambda **_: None)  # a compiled library's
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    monkeypatch.setattr(loader, "initialize_dummy_weights", loader.initialize_dummy_weights)
+    dsv4_sglang_plugin._draw(loader)
+    alone = {"pp_rank": 0, "pp_size": 1, "moe_ep_rank": 0, "moe_tp_rank": 0}
+    with get_parallel().override(**alone, moe_ep_size=1, moe_tp_size=1):
+        torch.set_default_dtype(torch.bfloat16)
+        built = deepseek_v4.DeepseekV4ForCausalLM(config=config.hf_config)
+        torch.set_default_dtype(torch.float32)
+    loader.initialize_dummy_weights(built)
+    loader.post_load_weights(built)
+    compressors = [
+        (name, module)
+        for name, module in built.named_modules()
+        if type(module).__name__ in ("Compressor", "DeepseekV41Compressor")
+    ]
+    assert len(compressors) == dsv4_engine_sglang.COMPRESSORS[model]
+    assert not built.lm_head.weight[dsv4_model.ANSWERS :].any()
+    before = [module.norm.weight.clone() for _, module in compressors]
+    dsv4_model.halve_rows(built)
+    for (name, module), weight in zip(compressors, before, strict=True):
+        factor = 1.0 if "indexer" in name else 0.5
+        assert torch.equal(module.norm.weight, weight * factor) and weight.min() > 0.5
+
+
+@with_the_models
+def test_mhcs_sinkhorn_in_triton_is_that_of_sglangs_torch_form() -> None:
+    import torch
+    from sglang.kernels.ops.layernorm import mhc
+
+    before = mhc.hc_split_sinkhorn
+    dsv4_sglang_plugin._without_tilelang(mhc)
+    split, mhc.hc_split_sinkhorn = mhc.hc_split_sinkhorn, before
+    g = torch.Generator().manual_seed(0)
+    x, fn = torch.randn(3, 4, 64, generator=g), torch.randn(24, 256, generator=g)
+    scale, base = torch.rand(3, generator=g), torch.randn(24, generator=g)
+    post, comb, _ = mhc._mhc_pre_torch(x, fn, scale, base, 1e-6, 1e-6, 1e-6, 2.0, 4)
+    mixes = x.flatten(1) * torch.rsqrt(x.flatten(1).square().mean(-1, keepdim=True) + 1e-6)
+    _, got_post, got_comb = split((mixes @ fn.T).unsqueeze(1), scale, base, 4, 4, 1e-6)
+    torch.testing.assert_close(got_post.squeeze(1), post.squeeze(-1))
+    torch.testing.assert_close(got_comb.squeeze(1), comb)
+
+
+@with_the_models
+def test_the_scheduler_calls_a_method_by_its_name() -> None:
+    package = Path(inspect.getfile(importlib.import_module("sglang"))).parent / "srt"
+    text = (package / "managers" / "scheduler.py").read_text()
+    assert "getattr(self, recv_req.method)" in text and "func(**recv_req.parameters)" in text
+    text = (package / "entrypoints" / "engine.py").read_text()
+    assert "def collective_rpc(self, method: str, **kwargs):" in text
+    text = (package / "managers" / "tokenizer_manager.py").read_text()
+    for fact in ("cached_tokens", "output_top_logprobs", "spec_accept_length"):
+        assert f'"{fact}"' in text
 
 
 @pytest.mark.parametrize("name", recall_sglang.VARIANTS)

@@ -489,3 +489,34 @@ def test_a_layer_that_is_not_served_stays_sglangs(
     assert len(lines) in (1, 2)
     for ratio in LAYERS:
         assert all(map(torch.equal, ours.memory(ratio), theirs.memory(ratio)))
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_gpu_script_sees_wrong_bytes(monkeypatch: pytest.MonkeyPatch, planted: bool) -> None:
+    """`benchmarks.engines.dsv4_sglang_watch`, in steps of prompts and decodes."""
+    from benchmarks.engines.dsv4_sglang_watch import RecordWatch
+
+    monkeypatch.setattr(adapter.LowRatioSteps, "eager", adapter.LowRatioSteps.eager)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    operator = adapter.compress_low_ratio_
+
+    def wrong(layer: Any, kv: torch.Tensor, *rest: Any, **more: Any) -> None:
+        operator(layer, kv.neg() if planted else kv, *rest, **more)
+
+    monkeypatch.setattr(adapter, "compress_low_ratio_", wrong)
+    watch = RecordWatch()
+    watch.watch_v41(adapter)
+    served = Served(monkeypatch, True)
+    served.run(kit.LONG_CHUNKS[0])
+    watch.comparing = True
+    for chunks in (*kit.LONG_CHUNKS[1:2], *DECODES):
+        served.run(chunks, padding=0)
+    seen = watch.report()
+    calls = seen["compressors"].pop("calls")
+    assert seen["compressors"] == {"here": 2, "left": 0}
+    assert calls == {"prefill": {"ours": 4}, "decode": {"ours": 4}}
+    records = seen["records"]
+    assert records["compared"] == {"prefill": 2, "decode": 4}
+    assert records["planted_errors_seen"] == {"prefill": True, "decode": True}
+    unlike = records["bytes_unlike_upstream"] / records["bytes_written"]
+    assert unlike > 0.3 if planted else unlike < 0.01

@@ -312,3 +312,38 @@ def test_the_seams_are_what_they_were() -> None:
     assert list(out_loc) == ["self", "compress_ratio"]
     assert CompressorDecodePlan._fields == ("compress_ratio", "plan_d")
     assert CompressorPrefillPlan._fields[:3] == ("compress_ratio", "plan_c", "plan_w")
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_gpu_script_sees_wrong_bytes(
+    no_stock: None, monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    """`benchmarks.engines.dsv4_sglang_watch`, with this package's step in the place of sglang's."""
+    from benchmarks.engines.dsv4_sglang_watch import RecordWatch
+
+    ours = FusedStep.__call__
+    monkeypatch.setattr(FusedStep, "__call__", ours)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    watch = RecordWatch()
+    watch.watch_v4(sglang_compressor)
+    served = Served("fp8_ds_mla", 4)
+    step = getattr(served.backend, STEP)
+
+    def upstream(**call: Any) -> None:
+        rows = call["kv_score_input"]
+        ours(step, **{**call, "kv_score_input": -rows if planted else rows})
+
+    monkeypatch.setattr(step, "_upstream", upstream)
+    histories = [make_history(served.layer.spec, n, seed) for seed, n in enumerate((33, 30))]
+    served.run(histories, STEPS_C4[0])
+    watch.comparing = True
+    for chunks in STEPS_C4[1:]:
+        served.run(histories, chunks)
+    seen = watch.report()
+    calls = {"prefill": {"ours": 2}, "decode": {"ours": 4}}
+    assert seen["compressors"] == {"here": 1, "left": 0, "calls": calls}
+    records = seen["records"]
+    assert records["compared"] == {"prefill": 1, "decode": 4}
+    assert records["planted_errors_seen"] == {"prefill": True, "decode": True}
+    unlike = records["bytes_unlike_upstream"] / records["bytes_written"]
+    assert unlike > 0.2 if planted else unlike == 0

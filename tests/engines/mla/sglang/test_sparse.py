@@ -411,3 +411,38 @@ def test_without_a_measurement_nothing_is_taken_over(log_lines: list[str]) -> No
     adapter._install(server.backend, server.runner)
     assert server.backend._flash_mla_with_kvcache is server.kernel
     assert any("no result compares sparse_mla" in line for line in log_lines)
+
+
+@pytest.mark.parametrize("spoiled", [1.0, 1.1])
+def test_the_gpu_script_sees_what_ran_and_a_wrong_row(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, spoiled: float
+) -> None:
+    """`benchmarks.engines.dsv4_attention`, with this package's drop-in in FlashMLA's place."""
+    from benchmarks.engines.dsv4_attention import AttentionWatch
+    from benchmarks.engines.dsv4_sglang_plugin import watch_attention
+    from mla_backend.drop_ins import flash_mla
+
+    for name in ("make", "_here_or_there"):
+        monkeypatch.setattr(sglang_sparse, name, getattr(sglang_sparse, name))
+    decode = sparse_layer.SparseLayer.decode
+    monkeypatch.setattr(
+        sparse_layer.SparseLayer, "decode", lambda *x, **call: decode(*x, **call).mul_(spoiled)
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    watch_attention(sglang_sparse, watch := AttentionWatch())
+    made = FlashMla.__call__
+
+    def kernel(self: FlashMla, **call: Any) -> Any:
+        made(self, **call)
+        return flash_mla.flash_mla_with_kvcache(**call)
+
+    monkeypatch.setattr(FlashMla, "__call__", kernel)
+    server = serve("torch", 8)
+    server.step(4, 5)
+    watch.comparing = True
+    server.step(4, 3)
+    seen = watch.report()
+    assert seen["calls"] == {"decode": {"ours": 2}} and seen["captured"] == {}
+    assert seen["rows"]["decode"] == [24 if spoiled == 1.0 else 0, 24]
+    (call,) = server.kernel.calls
+    assert call["q"].shape == (3, 1, 64, 512)

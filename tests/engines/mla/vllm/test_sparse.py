@@ -413,27 +413,27 @@ def test_the_gpu_script_sees_what_ran_and_a_wrong_row(
     """`benchmarks.engines.dsv4_attention`, with this package's drop-ins in FlashMLA's place."""
     from vllm.models.deepseek_v4.nvidia import flashmla
 
-    from benchmarks.engines import dsv4_attention
+    from benchmarks.engines.dsv4_vllm_side import watch_attention
     from mla_backend.drop_ins import flash_mla
+    from mla_backend.engines import vllm_sparse
 
     layer = sparse_layer.SparseLayer
     monkeypatch.setattr(flashmla, "flash_mla_with_kvcache", flash_mla.flash_mla_with_kvcache)
     monkeypatch.setattr(flashmla, "flash_mla_sparse_fwd", sparse_prefill)
-    monkeypatch.setattr(layer, "prefill", layer.prefill)
+    monkeypatch.setattr(vllm_sparse, "make", vllm_sparse.make)
     decode = layer.decode
 
     def wrong(self: Any, *args: Any, **options: Any) -> torch.Tensor:
         return decode(self, *args, **options).mul_(spoiled)
 
     monkeypatch.setattr(layer, "decode", wrong)
-    monkeypatch.setattr(dsv4_attention, "flashmla_schedule", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    watch = dsv4_attention.AttentionWatch()
+    watch = watch_attention("v4")
     batches = serve("torch", 8, 4)
     check_run = batches.run([(131, 132), (0, 1), (0, 3)])
     assert not check_run.isnan().any()
-    seen = watch.report(torch.nn.ModuleDict({"attention": batches.layer}))
-    assert seen["layers"] == {"SparseAttention": 1} and seen["captured"] == {}
+    seen = watch.report()
+    assert seen["captured"] == {}
     assert seen["calls"] == {"decode": {"ours": 1}, "prefill": {"ours": 1}}
     assert seen["rows"] == {"decode": [16 if spoiled == 1.0 else 0, 16], "prefill": [24, 24]}
     assert (seen["worst"]["decode"] > 0.05) == (spoiled != 1.0) and seen["worst"]["prefill"] < 0.02
