@@ -142,7 +142,7 @@ def engine_arguments(side: str, model: str) -> dict[str, Any]:
         "disable_flashinfer_autotune": True,
         "cuda_graph_bs_decode": CAPTURED,
         "cuda_graph_max_bs_decode": REQUESTS,
-        "nccl_port": FIRST_PORT + (SIDES + MTP_SIDES).index(side),
+        "nccl_port": FIRST_PORT + 10 * list(CONFIGS).index(model) + (SIDES + MTP_SIDES).index(side),
         "random_seed": 0,
         "watchdog_timeout": 600.0,
         "log_level": "info",
