@@ -8,7 +8,8 @@ beside each other: upstream and flag, each in the default mode (graphs of decode
 and eager; `benchmarks.engines.dsv4_sglang_side` describes them. Checked:
 
 - greedy tokens of 64 prompts of 1 to 5,000 tokens, with chunks, and of the same prompts continued
-  from the prefix cache, by the rule of the twin;
+  from the prefix cache, by the rule of the twin. Upstream is also asked one prompt at a time: its
+  two modes can have the same batches, whose tokens then show no rounding;
 - with the flag, how many compressors this package serves, and in the eager process the bytes of
   states and records beside those of sglang's own kernels on the same input
   (`benchmarks.engines.dsv4_sglang_watch`): of V4's decodes, whose prefills the path table leaves to

@@ -63,8 +63,8 @@ _MLA = "MLA decode where it was measured to be faster"
 _MLA_SGLANG = f"{_MLA}, with `--page-size 64`; CPU"
 _ATTENTION = "[attention](families/mla.md) where it was measured to be faster"
 _ATTENTION_V41 = f"{_ATTENTION}; 0.33, a small model"
-_SGLANG_V41 = f"compressor; {_ATTENTION}, 0.5.23; CPU"
-_SGLANG_V4 = f"compressor; {_ATTENTION}, 0.5.23; CPU"
+_SGLANG_V41 = f"compressor; {_ATTENTION}, 0.5.23; a small model, its tokens not judged"
+_SGLANG_V4 = f"compressor; {_ATTENTION}, 0.5.23; a small model"
 MODELS = f"""
 ## Models
 
@@ -113,7 +113,10 @@ def _table(family: Family, target: Target) -> PathTable | None:
 def _hardware() -> list[str]:
     titles = [family.title for family in FAMILIES.values()]
     lines = ["| part | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
-    for target in KNOWN_TARGETS.values():
+    named = KNOWN_TARGETS.values()
+    machines = (Target(**report["info"]["machine"]) for _, report in _reports("check_*.json"))
+    others = [x for x in machines if not any(known.name in x.name for known in named)]
+    for target in [*others, *named]:
         name = target.name if target.vendor == "cpu" else f"{target.name} ({target.arch})"
         cells = [_status(family, target) for family in FAMILIES.values()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -94,6 +94,11 @@ def run(side: str, model: str, out: Path) -> None:
             result |= reported(engine)
             out.write_text(json.dumps(result) + "\n")
             say(part)
+        if side == "upstream":  # whose two modes may have the same batches, and so the same bits
+            flush(engine)
+            for part, batch in parts.items():
+                result[f"{part}_apart"] = joined([generate(engine, [one]) for one in batch])
+            say("one by one")
         flush(engine)
         engine.collective_rpc("dsv4_benchmark", what="halve")
         result["other_weights"] = generate(engine, prompts())["tokens"]
@@ -101,6 +106,11 @@ def run(side: str, model: str, out: Path) -> None:
         say("done")
     finally:
         engine.shutdown()
+
+
+def joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answers of several calls as one."""
+    return {key: [x for answer in answers for x in answer[key]] for key in answers[0]}
 
 
 def flush(engine: Any) -> None:

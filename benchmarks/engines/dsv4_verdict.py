@@ -126,8 +126,9 @@ def run(
 
 def compare_tokens(verdict: Verdict, sides: dict[str, Any], modes: dict[str, str]) -> None:
     """Tokens of upstream beside the flag's, plainly and where rounding may decide; and whether
-    they can show anything. Rounding may decide up to what upstream's padded batches move in the
-    same prompts, plain or continued. ``modes``: by the suffix of the sides' names."""
+    they can show anything. Rounding may decide up to what upstream moves itself in the same
+    prompts, plain or continued, between its two modes and where they were asked one by one.
+    ``modes``: by the suffix of the sides' names."""
     for suffix, mode in modes.items():
         one, other = sides["upstream" + suffix], sides["flag" + suffix]
         for part, what in (
@@ -142,9 +143,10 @@ def compare_tokens(verdict: Verdict, sides: dict[str, Any], modes: dict[str, str
             same, of = sum(x == y for x, y in pairs), len(one[part]["tokens"])
             verdict.row(mode, what, same, of, False)
             parted = partings(one[part], other[part])
-            moved = rounding(plain[part], padded[part])
+            again = [padded[part], *(plain[x] for x in (f"{part}_apart",) if x in plain)]
+            moved = max(rounding(plain[part], other) for other in again)
             close = sum(gap <= moved for *_, gap in parted)
-            limit = f"{moved:.3f} (what padded batches move in upstream)"
+            limit = f"{moved:.3f} (what other batches move in upstream)"
             verdict.row(mode, f"{what}, or parted at a gap up to {limit}", same + close, of)
             for i, at, gap in parted:
                 length = one[part]["lengths"][i]

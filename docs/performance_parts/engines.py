@@ -24,8 +24,12 @@ CUT = {
 
 _RECALL = (
     "recall_vllm033.json",
+    "recall_vllm033_segments.json",
+    "recall_vllm033_two_gpus.json",
     "recall_vllm033_bounded.json",
+    "recall_sglang_upstream.json",
     "recall_sglang.json",
+    "recall_sglang_two_gpus.json",
     "recall_sglang_modes.json",
     "recall_sglang_restarts.json",
 )

@@ -93,7 +93,7 @@ def test_equal_runs_have_rows_and_no_problem(names: tuple[str, ...]) -> None:
 
 
 PROBLEMS = {
-    "token": "upstream and flag, or parted at a gap up to 0.500 (what padded batches move in",
+    "token": "upstream and flag, or parted at a gap up to 0.500 (what other batches move in",
     "continued": "from the prefix cache, upstream and flag, or parted at a gap up to 0.000",
     "records": "PIECEWISE graph beside eager, mixed batches, from the beginning, 1 sizes: 2 of 3",
     "size": "no step was seen with graphs of [2] tokens",

@@ -71,6 +71,16 @@ def test_equal_runs_have_rows_and_no_problem(names: tuple[str, ...]) -> None:
     assert counts.count((77, 77)) == counts.count((999, 1000)) == 1
 
 
+def test_prompts_asked_one_by_one_measure_rounding() -> None:
+    sides = run()
+    sides["flag"]["tokens"]["tokens"][7][1] += 1  # upstream's gap there is 1
+    assert any("upstream and flag, or parted" in one for one in judge(sides).problems)
+    apart = copy.deepcopy(sides["upstream"]["tokens"])
+    apart["best"] = [[[-1.0, -3.5]] * 2] * PROMPTS
+    sides["upstream"]["tokens_apart"] = apart
+    assert judge(sides).problems == []
+
+
 PROBLEMS = {
     "token": "upstream and flag, or parted at a gap up to 0.500",
     "cache": "flag: no prompt was continued from the prefix cache",

@@ -1,6 +1,6 @@
 """Random calls of every operator on this machine, shared among processes: ``make fuzz``.
 
-    python -m tools.fuzz --batches 10000 --output benchmarks/results/fuzz_h200.json
+    python -m tools.fuzz --batches 10000 --output benchmarks/results/fuzz_h100.json
 
 A batch follows from its number, so any failure is run again alone by the line that is printed; the
 exit status is then 1. ``--output`` keeps where the run was made, and for each operator:
