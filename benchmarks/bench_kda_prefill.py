@@ -35,6 +35,7 @@ from backend_core.testing.timing import (
     installed_version,
 )
 from benchmarks.kda_paths import only
+from benchmarks.peers.autotuned import compile_side_by_side
 from kda_backend import StateRef, kda_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import select
@@ -218,6 +219,7 @@ def main() -> None:
         return
 
     peers = {"fla"} if importlib.util.find_spec("fla") else set()
+    compile_side_by_side()
     if args.flashkda_library:
         torch.ops.load_library(str(args.flashkda_library))
         peers.add("flashkda")
