@@ -98,9 +98,9 @@ class Traffic:
         if kind in ("recall", "short"):
             body = completion(prompt, salt, stop=[recall.TERMINATOR], stream=True)
             return Request("recall", body, right)
-        body = completion(
-            prompt, salt, self.rng.randint(*LONG_TOKENS), ignore_eos=True, stream=True
-        )
+        length = self.rng.randint(*LONG_TOKENS)
+        # not ignore_eos: sglang admits such requests only where all their tokens have room
+        body = completion(prompt, salt, length, min_tokens=length, stream=True)
         if kind == "long":
             return Request(kind, body, right + recall.TERMINATOR)
         early = self.rng.random() < 0.3
