@@ -40,7 +40,7 @@ print(json.dumps(compiled))
 """
 
 
-@pytest.mark.parametrize(("how", "expected"), [("beside", [3, 3, 3]), ("in turn", [0, 1, 2])])
+@pytest.mark.parametrize(("how", "expected"), [("beside", [3, 3, 3]), ("one by one", [0, 1, 2])])
 def test_all_variants_are_compiled_before_one_is_timed(
     how: str, expected: list[int], tmp_path: Path
 ) -> None:
