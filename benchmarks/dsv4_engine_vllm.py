@@ -20,8 +20,8 @@ Checked:
   has no such layer.
 
 A process that fails, or takes longer than the limit, leaves what it found until then: that is
-compared, and the run ends with status 1 and the end of the log. Rows of other engines, models and
-numbers of heads in OUT.json stay.
+compared, and the run ends with status 1 and the end of the log. Rows of other engines, models,
+modes and numbers of heads in OUT.json stay.
 """
 
 from __future__ import annotations

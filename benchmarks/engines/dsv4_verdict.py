@@ -221,7 +221,7 @@ def partings(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[int, int,
 
 
 def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
-    """The result file, with what it has of other engines, releases, models and heads."""
+    """The result file, with what it has of other engines, releases, models, heads and modes."""
     ours = {run_of(row) for row in rows}
     kept = json.loads(out.read_text())["rows"] if out.exists() else []
     kept = [row for row in kept if run_of(row) not in ours]
@@ -236,6 +236,8 @@ def write(out: Path, gpu: str, rows: list[dict[str, Any]]) -> None:
 
 
 def run_of(row: dict[str, Any]) -> tuple[str, ...]:
-    """Engine, release, model and heads of a row; the first rows did not name V4 and its 64."""
-    named = re.search(r"; (DeepSeek-V4\.1, )?(\d+) heads,", row.get("mode", ""))
-    return row["engine"], row["release"], *(named.groups("") if named else ("", "64"))
+    """Engine, release, mode, model and heads of a row."""
+    named = re.fullmatch(r"(.*?); (DeepSeek-V4\.1, )?(\d+) heads,.*", row["mode"])
+    if named is None:
+        raise ValueError(f"a row's mode must name its heads, got {row['mode']!r}")
+    return row["engine"], row["release"], *named.groups("")

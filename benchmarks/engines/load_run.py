@@ -27,6 +27,7 @@ from benchmarks.recall_vllm import ask_all
 
 SAMPLE_S = 2.0
 GPU_GROWTH, HOST_GROWTH = 0.01, 0.05  # what counts as flat, of the first minute's mean
+OWN_PAGES = ("Pss_Anon:", "Pss_Shmem:")  # lines of smaps_rollup
 MINUTE = 60.0
 AFTER_S = 45.0  # that the last answers, the rest, the questions and the server's end take
 
@@ -219,14 +220,15 @@ def nvidia_smi(*options: str) -> str:
 
 
 def host_mib(group: int) -> float:
-    """Proportional memory of the processes of a group, in MiB; shared pages count once."""
+    """Memory of the processes of a group in MiB without pages of files, in which other programs
+    have a part; what the processes share counts once."""
     total = 0
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 if os.getpgid(int(folder.name)) == group:
                     lines = (folder / "smaps_rollup").read_text().splitlines()
-                    total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+                    total += sum(int(x.split()[1]) for x in lines if x.startswith(OWN_PAGES))
             except OSError:  # it has ended
                 continue
     return total / 1024

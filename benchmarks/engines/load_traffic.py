@@ -5,8 +5,8 @@ under way at any time. The number of clients follows `CYCLE`, the same every min
 can be compared. A request is one of `KINDS`:
 
 - recall: a question over 500 to 2,000 tokens. Half of them share one cache salt and hit prefixes.
-- long: the same, generating up to 200 tokens, which makes a small cache run out: preemption. The
-  answer is the first line.
+- long: the same, generating up to 200 tokens, which makes a small cache run out: preemption. It
+  begins with the answer; the line's end, which would end the text, is held back until then.
 - short: a piece of text of 1 to 499 tokens. Right is what the idle server answered before the
   load, alone and twice the same, and only as far as each token's margin was over `SURE_NATS`: this
   far no rounding can change it.
@@ -102,7 +102,7 @@ class Traffic:
         # not ignore_eos: sglang admits such requests only where all their tokens have room
         body = completion(prompt, salt, length, min_tokens=length, stream=True)
         if kind == "long":
-            return Request(kind, body, right + recall.TERMINATOR)
+            return Request(kind, body, right)
         early = self.rng.random() < 0.3
         leave = -0.001 - self.rng.random() * 0.2 if early else float(self.rng.randint(1, 40))
         return Request(kind, body, None, leave)

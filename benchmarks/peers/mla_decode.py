@@ -5,7 +5,7 @@ made before, as an engine makes it once per step. The libraries lie in one folde
 
     flash_mla/_C_legacy.abi3.so     of the wheel sgl-flash-mla 1.0.0
     _vllm_fa3_C.abi3.so             of the wheel vllm 0.33.0, vllm_flash_attn/
-    fi_mla_sm90.so                  FlashInfer 0.6.14's csrc/batch_mla_sm90_{plan,run,binding}.cu,
+    fi_mla_sm90.so                  FlashInfer 0.7.2's csrc/batch_mla_sm90_{plan,run,binding}.cu,
                                     bf16 and int32, built with nvcc for sm_90a
     site/                           the wheel apache-tvm-ffi, unpacked
     triton_decode_attention.py      of vllm 0.33.0, v1/attention/ops/
@@ -137,9 +137,10 @@ def _load_flashinfer(folder: Path) -> Peer:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         with tvm_ffi.use_torch_stream():
-            plan = module.plan(
+            plan, staged = module.plan(
                 floats, ints, pinned, qo_indptr, kv_indptr, lengths, x.heads, 512, False
             )
+        ints[:staged].copy_(pinned[:staged], non_blocking=True)
         torch.cuda.synchronize()
         x.plan_us["flashinfer"] = (time.perf_counter() - begin) * 1e6
         out = torch.empty(requests, x.heads, 512, dtype=torch.bfloat16, device="cuda")
@@ -151,7 +152,7 @@ def _load_flashinfer(folder: Path) -> Peer:
         def call(pages: torch.Tensor) -> None:
             with tvm_ffi.use_torch_stream():
                 tensors = (q_latent, q_rope, latent, rope, pages, out, lse)
-                sizes = (0, x.heads, x.page_size, x.scale, True, 1.0, 1.0)
+                sizes = (0, x.heads, x.page_size, x.scale, True, 1.0, 1.0, None)
                 module.run(floats, ints, plan, *tensors, *sizes)
 
         return [functools.partial(call, pages) for pages in x.pages]

@@ -166,10 +166,11 @@ def test_drafts_must_have_been_verified_in_a_graph() -> None:
     assert len(problems) == 1 and "no drafts in a graph" in problems[0]
 
 
-def test_rows_of_other_numbers_of_heads_stay(tmp_path: Path) -> None:
+def test_rows_of_other_numbers_of_heads_and_other_modes_stay(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    first = {"engine": "vllm", "release": "0.33.0", "mode": "eager; bf16 weights"}  # of 64 heads
-    write(out, "NVIDIA H200", [first])
+    drafts = {"engine": "vllm", "release": "0.33.0", "mode": "default with MTP; 64 heads, bf16"}
+    old = {"engine": "vllm", "release": "0.33.0", "mode": "eager; 64 heads, another main kernel"}
+    write(out, "NVIDIA H200", [drafts, old])
     sides = run()
     for heads in (8, 64):
         for one in sides.values():
@@ -180,8 +181,9 @@ def test_rows_of_other_numbers_of_heads_stay(tmp_path: Path) -> None:
         assert verdict.problems == []
         write(out, "NVIDIA H200", verdict.rows)
         kept = json.loads(out.read_text())["rows"]
+        assert drafts in kept and (old in kept) == (heads == 8)
         modes = {row["mode"].split("; ")[1].split(",")[0] for row in kept}
-        assert modes == ({"8 heads", "bf16 weights"} if heads == 8 else {"8 heads", "64 heads"})
+        assert modes == {"8 heads", "64 heads"}
 
 
 def test_rows_of_v41_leave_those_of_v4(tmp_path: Path) -> None:

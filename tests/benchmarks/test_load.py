@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,34 @@ def test_every_kind_of_request_is_judged(
     assert {row["concurrency"] for row in result["latency"]} == {1, 8}
     others = [name for name, found in verdict.items() if not found["well"] and name != "latency"]
     assert others == [] and code == int(not verdict["latency"]["well"])
+
+
+def test_host_memory_has_no_pages_of_files() -> None:
+    """A process that maps a file and takes memory of its own: only the latter counts."""
+    code = (
+        "import mmap, sys\n"
+        "file = open(sys.argv[1], 'rb')\n"
+        "mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "read = sum(mapped[::4096])\n"
+        "own = bytearray(b'x') * (int(sys.argv[2]) << 20)\n"
+        "print('ready', flush=True); sys.stdin.read()\n"
+    )
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"x" * (96 << 20))
+        file.flush()
+        used = {}
+        for own in (8, 40):
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, file.name, str(own)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            used[own] = load_run.host_mib(process.pid)
+            process.communicate()
+    assert 30 < used[40] - used[8] < 34
+    assert used[8] < 60
 
 
 def test_a_wrong_answer_fails_the_run(
