@@ -47,7 +47,7 @@ of an empty launch. Profiles are in the [studies](studies/README.md).
 
 def render() -> str:
     """The page's text."""
-    lines = [*kda.prefill(), *kda.prefill_torch214(), *kda.accuracy(), *kda.growth()]
+    lines = [*kda.prefill(), *kda.accuracy(), *kda.growth()]
     lines += [*kda.short(), *kda.segments(), *kda.layer(), *kda.decode(), *dsv4.compressor()]
     lines += [*mla.mla_decode(), *mla.shared_prompts()]
     lines += [*mla.named_rows(), *block_sparse.block_sparse()]

@@ -8,16 +8,7 @@ from docs.performance_parts.page import load, section, table
 
 RESULT = "sparse_attention_h200.json"
 PEERS = "sparse_attention_peers_h200.json"
-FLEX = "FlexAttention"
-
-
-def in_use(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of kernels that are there: of a result that has "gluon in step", "gluon" is a form
-    whose warpgroups took turns, which is deleted."""
-    if all(row["path"] != "gluon in step" for row in rows):
-        return rows
-    rows = [row for row in rows if row["path"] != "gluon"]
-    return [row | {"path": row["path"].removesuffix(" in step")} for row in rows]
+BUILT = ("SageAttention2", "SpargeAttn", "ThunderKittens")
 
 
 def block_sparse() -> list[str]:
@@ -26,8 +17,8 @@ def block_sparse() -> list[str]:
 
 
 def attention(report: dict[str, Any]) -> list[str]:
-    """Each measured case beside the peers of its run, and the peers that were not built."""
-    rows = in_use(report["rows"])
+    """Each measured case beside the peers of its run."""
+    rows = report["rows"]
     cells = (
         [
             row["work"],
@@ -43,7 +34,6 @@ def attention(report: dict[str, Any]) -> list[str]:
     )
     kept = [row for row in rows if row["mass_kept"] is not None]
     titles = ["work", "tokens", "density", "path", "ours", "whole call", "TFLOP/s", "peers"]
-    absent = [f"{name}: {why}." for name, why in report.get("not_built", {}).items()]
     return [
         *section("Block-sparse and 8-bit attention", report, RESULT),
         "",
@@ -57,7 +47,6 @@ def attention(report: dict[str, Any]) -> list[str]:
             f" {row['mass_kept']:.2f} of the attention at density {row['density']:.2f}."
             for row in kept
         ),
-        *(["", "Not built: " + " ".join(absent)] if absent else []),
     ]
 
 
@@ -74,25 +63,17 @@ def built_peers() -> list[str]:
             ", ".join(f"{name} {_ms(ms)}" for name, ms in peers.items()),
         ]
         for row in report["rows"]
-        if row["path"] in ("gluon", "int8 per_warp") and (peers := _right_peers(row))
+        if row["path"] in ("gluon", "int8 per_warp")
+        and (peers := {name: ms for name, ms in row["peers"].items() if name.startswith(BUILT)})
     )
     return [
         *section("Block-sparse and 8-bit attention beside built peers", report, PEERS),
         "",
-        "SageAttention, SpargeAttn and ThunderKittens were built from their sources; this run had"
-        " no FlashAttention 3. Times in ms. A *whole call* includes quantisation, as a peer's does"
-        " unless its name says otherwise. FlexAttention's times of random blocks at half of the"
-        " blocks and more are left out: the benchmark kept masks by the address of a tensor that"
-        " was gone, and so timed them with the mask of another density.",
+        "SageAttention, SpargeAttn and ThunderKittens were built from their sources. Times in ms. A"
+        " *whole call* includes quantisation, as a peer's does unless its name says otherwise.",
         "",
         *table(["work", "tokens", "density", "ours", "whole call", "peers"], cells),
     ]
-
-
-def _right_peers(row: dict[str, Any]) -> dict[str, float]:
-    """A row's peers without FlexAttention where its times are known to be wrong."""
-    is_wrong = row["work"] == "random blocks" and row["density"] >= 0.5
-    return {name: ms for name, ms in row["peers"].items() if not (is_wrong and name == FLEX)}
 
 
 def forms() -> list[str]:

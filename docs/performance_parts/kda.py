@@ -60,18 +60,6 @@ def prefill() -> list[str]:
     ]
 
 
-def prefill_torch214() -> list[str]:
-    """The first shapes again, on the torch that the newest engines ask for."""
-    name = "kda_prefill_h200_torch214.json"
-    report = load(name)
-    return [
-        *section("KDA prefill with torch 2.14", report, name),
-        "",
-        "The run ended before the other shapes, since FLA's kernels took long to compile.",
-        *_prefill_table(report, "unbounded", ("fla",)),
-    ]
-
-
 def accuracy() -> list[str]:
     """Every implementation in every gate regime: the one accuracy table of the documentation."""
     report = load("kda_prefill_h200.json")

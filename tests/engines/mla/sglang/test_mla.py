@@ -249,7 +249,7 @@ def chosen(server: Server) -> type | str:
     [
         (4, "of any number of", "1 and more"),
         (16, "of up to 4 and of 32 to 128", "1 to 64"),
-        (32, "of up to 16 and of 64 to 128", "1 to 512"),
+        (32, "of up to 4 and of 64 to 128", "1 to 128"),
     ],
 )
 def test_what_is_served_follows_the_measurement(
