@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import triton
+
 ROOT = Path(__file__).resolve().parent.parent
 Listing = dict[int, str]
 """Instructions of a kernel by their offset, with ``MEETING`` behind those where all lanes meet."""
@@ -61,8 +63,6 @@ def accesses(kernel: str, report: str) -> list[Access]:
 
 def listing_of(cubin: Path) -> Listing:
     """By the disassembler that Triton brings."""
-    import triton
-
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     done = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True)
     code = {int(at, 16): text for at, text in _INSTRUCTION.findall(done.stdout)}
@@ -107,6 +107,7 @@ def _sections(image: bytes) -> list[tuple[str, bytes]]:
 def _lines(file: str, number: int) -> tuple[str, ...]:
     """That line of all files beside one: Triton names the kernel's for what it inlines."""
     beside = {x.parent for x in ROOT.glob(f"*_backend/kernels/**/{Path(file).name}")}
+    beside |= {x.parent for x in Path(triton.language.__file__).parent.glob(Path(file).name)}
     texts = (x.read_text().splitlines() for folder in beside for x in folder.glob("*.py"))
     return tuple(lines[number - 1] for lines in texts if len(lines) >= number)
 
