@@ -18,7 +18,7 @@ def block_sparse() -> list[str]:
 
 def attention(report: dict[str, Any]) -> list[str]:
     """Each measured case beside the peers of its run."""
-    rows = report["rows"]
+    rows = [row for row in report["rows"] if not row["work"].startswith("quantisation")]
     cells = (
         [
             row["work"],
