@@ -71,6 +71,14 @@ def fused_step(
     )
 
 
+def blocks_axis() -> int:
+    """The axis of K's blocks in a head's state, by Triton's release
+    (`kda_backend.kernels.functions.delta`)."""
+    import triton
+
+    return int(triton.__version__.startswith("3.6."))
+
+
 def step_constexprs(params: FusedStepParams | FusedVerifyParams, spec: TokenSpec) -> dict[str, Any]:
     """The constexprs that the decode step and the verification have in common."""
     import triton
@@ -79,6 +87,7 @@ def step_constexprs(params: FusedStepParams | FusedVerifyParams, spec: TokenSpec
     return spec.constexprs() | {
         "BLOCK_K": block_k,
         "K_INNER": min(params.k_inner, block_k),
+        "KB_AXIS": blocks_axis(),
         "BLOCK_V": triton.next_power_of_2(spec.value_dim),
     }
 

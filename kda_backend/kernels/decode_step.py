@@ -18,7 +18,7 @@ import triton.language as tl
 
 from backend_core.kernels.math import ex2
 from kda_backend.kernels.functions.conv import conv_silu, load_head, store_window
-from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_channels
+from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_tile
 from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 
 
@@ -60,6 +60,7 @@ def decode_step_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     K_INNER: tl.constexpr,
+    KB_AXIS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     GATE: tl.constexpr,
     BETA: tl.constexpr,
@@ -83,9 +84,8 @@ def decode_step_kernel(
         tl.store(p_out, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=m_v)
         return
 
-    o_state_k, m_state = state_channels(m_v, K, BLOCK_K, K_INNER)
-    p_state = state_ptr + slot * stride_state_n + i_hv * (V * K)
-    p_state += o_v[:, None, None] * K + o_state_k
+    o_state, m_state = state_tile(o_v, m_v, K, BLOCK_K, K_INNER, KB_AXIS)
+    p_state = state_ptr + slot * stride_state_n + i_hv * (V * K) + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0, eviction_policy=EVICTION)
     b_q = tl.load(q_ptr + i_n * stride_q_n + i_h * K + o_k, mask=m_k, other=0.0)
     b_k = tl.load(k_ptr + i_n * stride_k_n + i_h * K + o_k, mask=m_k, other=0.0)
@@ -124,7 +124,7 @@ def decode_step_kernel(
     b_decay = ex2(log2_decay(b_g, rate, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
     beta = step_size(beta, BETA, FAST_MATH)
     b_state = b_state.to(tl.float32)
-    b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER)
+    b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)
     tl.store(
         p_state, b_state.to(state_ptr.dtype.element_ty), mask=m_state, eviction_policy=EVICTION
     )

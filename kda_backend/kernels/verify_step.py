@@ -17,7 +17,7 @@ import triton.language as tl
 
 from backend_core.kernels.math import ex2
 from kda_backend.kernels.functions.conv import conv_silu, load_head, store_window
-from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_channels
+from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_tile
 from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 
 
@@ -156,6 +156,7 @@ def verify_step_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     K_INNER: tl.constexpr,
+    KB_AXIS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     GATE: tl.constexpr,
     BETA: tl.constexpr,
@@ -177,8 +178,8 @@ def verify_step_kernel(
         store_zeros(p_out, stride_out_t, num_tokens, m_v, BLOCK_V)
         return
 
-    o_state_k, m_state = state_channels(m_v, K, BLOCK_K, K_INNER)
-    o_state = i_hv * (V * K) + o_v[:, None, None] * K + o_state_k
+    o_state, m_state = state_tile(o_v, m_v, K, BLOCK_K, K_INNER, KB_AXIS)
+    o_state += i_hv * (V * K)
     p_state = state_ptr + slot * stride_state_n + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
     rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
@@ -231,7 +232,7 @@ def verify_step_kernel(
                 heads = (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
                 store_windows(p_w, channels, own, of_windows, heads[0], heads[1], heads[2])
         b_decay = ex2(log2_decay(b_g, rate, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
-        b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER)
+        b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
         tl.store(p_write, b_state.to(write_ptr.dtype.element_ty), mask=m_state & writes)
         b_o *= scale

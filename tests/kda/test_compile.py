@@ -53,3 +53,12 @@ def test_products_run_on_the_matrix_units(arch: str) -> None:
     for name, line in sixteen_bit(arch).items():
         multiplies = name.split()[0] in ("intra", "scan")
         assert (line["mma"] > 0) == multiplies, f"{name} on {arch}"
+
+
+def test_all_lanes_get_the_same_sum() -> None:
+    """Triton 3.8 lets lanes with the same sum store it at one address, whoever comes last."""
+    kernels = report_of("tests.kda.joined_products", "sm90")
+    assert (
+        kernels and {name: line["joined"] for name, line in kernels.items() if line["joined"]} == {}
+    )
+    assert all(line["taken"] for name, line in kernels.items() if "bare" not in name)

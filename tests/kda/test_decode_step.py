@@ -10,6 +10,7 @@ import torch
 
 from backend_core.target import KNOWN_TARGETS, detect_target
 from kda_backend import StateRef, kda_decode_step
+from kda_backend.decode_step import fused as step
 from kda_backend.selection import select
 from kda_backend.testing.steps import StepCase, StepPools, make_step
 from kda_backend.testing.tolerances import STEP_TOLERANCES
@@ -227,6 +228,19 @@ def test_every_row_of_the_tables_is_exact(
     selection = kernels.selection(case.shape).with_path(row)
     out = run_step(kernels, case, pools, [1, 0], selection=selection)
     assert_rows(case, out, [1, 0], before, pools)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_state_has_its_axes_in_either_order(
+    kernels: Backend, seed: int, axis: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's release chooses one; 128 channels are two blocks."""
+    monkeypatch.setattr(step, "blocks_axis", lambda: axis)
+    step._step_kernel.cache_clear()
+    dims = {"key_dim": 128, "value_dim": 64, "heads": 1}
+    check(kernels, seed, [1, -1, 0], has_conv=fused, has_norm=fused, **dims)
+    step._step_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("row", shipped_rows("decode_step"))

@@ -20,6 +20,7 @@ from kda_backend import (
     NormInputs,
     StateRef,
     build_step_plan,
+    kda_decode_step,
     kda_prefill,
     kda_recurrent,
     kda_verify_step,
@@ -120,6 +121,9 @@ def _kda_cases(arch: str) -> Iterator[ExecutionCase]:
             return _recurrent(target, make_case(6, **model))
 
         yield ExecutionCase(title, arch, recurrent, False, model["key_dim"] == 128)
+    yield ExecutionCase(
+        "kda decode step: convolution, norm, K = V = 64", arch, _decode, False, True
+    )
     for in_slots in (True, False):
         for dim in (128, 64):
             form = "slots" if in_slots else "buffers"
@@ -199,6 +203,26 @@ def _recurrent(target: Target, case: Case) -> Answer:
     want_o, want_state = case.expected()
     tolerance_o, tolerance_s = TOLERANCES[case.q.dtype]
     return worse((error_of(o[0], want_o), tolerance_o), (error_of(state, want_state), tolerance_s))
+
+
+def _decode(target: Target) -> Answer:
+    """A token of one sequence."""
+    case = make_step(7, 1, device=CPU, heads=1, key_dim=64, value_dim=64)
+    pools = StepPools(case, 2)
+    pools.fill(8, [1])
+    before = pools.copy()
+    o = kda_decode_step(
+        *case.inputs,
+        StateRef.pool(pools.states, torch.tensor([1], dtype=torch.int32)),
+        selection=select(target, case.shape),
+        **case.stages(pools.windows),
+    )
+    state, window = before.states[1].double(), before.windows[1, :, :3].double()
+    want, state, _ = case.expected(0, state, window)
+    tolerance_o, tolerance_s = STEP_TOLERANCES[torch.float32]
+    return worse(
+        (error_of(o[0], want), tolerance_o), (error_of(pools.states[1], state), tolerance_s)
+    )
 
 
 def _verify(target: Target, dim: int, in_slots: bool) -> Answer:
