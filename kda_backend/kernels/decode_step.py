@@ -84,7 +84,7 @@ def decode_step_kernel(
         tl.store(p_out, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=m_v)
         return
 
-    o_state, m_state = state_tile(o_v, m_v, K, BLOCK_K, K_INNER, KB_AXIS)
+    o_state, m_state = state_tile(o_v * K, m_v, K, BLOCK_K, K_INNER, KB_AXIS)
     p_state = state_ptr + slot * stride_state_n + i_hv * (V * K) + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0, eviction_policy=EVICTION)
     b_q = tl.load(q_ptr + i_n * stride_q_n + i_h * K + o_k, mask=m_k, other=0.0)

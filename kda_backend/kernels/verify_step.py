@@ -178,8 +178,8 @@ def verify_step_kernel(
         store_zeros(p_out, stride_out_t, num_tokens, m_v, BLOCK_V)
         return
 
-    o_state, m_state = state_tile(o_v, m_v, K, BLOCK_K, K_INNER, KB_AXIS)
-    o_state += i_hv * (V * K)
+    o_row = i_hv * (V * K) + o_v * K
+    o_state, m_state = state_tile(o_row, m_v, K, BLOCK_K, K_INNER, KB_AXIS)
     p_state = state_ptr + slot * stride_state_n + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
     rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)

@@ -70,16 +70,17 @@ def gated_norm(b_o, b_weight, b_gate, eps, V: tl.constexpr, FAST_MATH: tl.conste
 
 @triton.jit
 def state_tile(
-    o_v,
+    o_row,
     m_v,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     K_INNER: tl.constexpr,
     KB_AXIS: tl.constexpr,
 ):
-    """Offsets of rows o_v of a head's state, and their mask."""
+    """Offsets of a state whose rows [V] begin at o_row, and their mask."""
     KB: tl.constexpr = BLOCK_K // K_INNER
     o_k = tl.arange(0, KB)[:, None] * K_INNER + tl.arange(0, K_INNER)[None, :]
     o_k = tl.expand_dims(o_k, 1 - KB_AXIS)
-    o_row = tl.expand_dims((o_v * K)[:, None], KB_AXIS)
-    return o_row + o_k, (o_k < K) & tl.expand_dims(m_v[:, None], KB_AXIS)
+    return tl.expand_dims(o_row[:, None], KB_AXIS) + o_k, (o_k < K) & tl.expand_dims(
+        m_v[:, None], KB_AXIS
+    )
