@@ -104,7 +104,7 @@ def selection_of(spec: SparseMlaSpec, variant: Variant) -> SparseMlaSelection:
     target = detect_target(device)
     table = load_table(TABLES, target, directory=shipped_directory())
     needs = spec.requires()
-    row = next(
+    *_, row = (  # the one for the most query tokens
         r
         for r in table.rows
         if (r.operator, r.name) == ("sparse_mla", path) and needs <= r.features
