@@ -1,6 +1,6 @@
 """Run the operators' tests natively on this GPU and write how many passed.
 
-    python benchmarks/run_tests.py --output benchmarks/results/tests_h100.json
+    python benchmarks/run_tests.py --output benchmarks/results/tests_h200.json
 
 The same tests that CI runs under Triton's interpreter: on a machine with a GPU their kernels are
 compiled and run on it. More arguments go to pytest.
