@@ -2,17 +2,18 @@
 
 The same comparison is made between two ways to batch the prompts in one run, which differ only by
 rounding. A difference between upstream and flag is explained if upstream's two best tokens are no
-further apart than rounding moved them between those two batchings of upstream: it moved those with
-another best token by at least their margin.
+further apart than rounding moved them anywhere between those two batchings of upstream: it moved
+those with another best token by at least their margin.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from statistics import median_high as median
 from typing import Any
 
-PROMPTS, APART, NEW_TOKENS = 64, 16, 16
+PROMPTS, LONG_PROMPTS, NEW_TOKENS = 64, 16, 16
 
 
 def tokens_of(output: Any) -> dict[str, Any]:
@@ -31,14 +32,21 @@ def tokens_of(output: Any) -> dict[str, Any]:
     }
 
 
+def rounding(upstream: list[dict[str, Any]]) -> float:
+    """The most that rounding moved upstream's two best tokens, in nats, in all parts of a run."""
+    pairs = (differences(part["together"], part["apart"]) for part in upstream)
+    return max((value for pair in pairs for value in itertools.chain(*pair)), default=0.0)
+
+
 def compared(
-    upstream: dict[str, Any], flag: dict[str, Any], **variants: dict[str, Any]
+    upstream: dict[str, Any], flag: dict[str, Any], limit: float, **variants: dict[str, Any]
 ) -> dict[str, Any]:
     """All sides' tokens, and each side's own two ways to batch.
 
     Args:
         upstream, flag: what a side's ``tokens`` part kept: lengths, together, apart, and resumed
             where prompts were.
+        limit: what `rounding` moves, in nats.
         variants: of the flag's side, which is compared with each.
 
     Raises:
@@ -46,17 +54,16 @@ def compared(
     """
     if any(upstream["lengths"] != other["lengths"] for other in (flag, *variants.values())):
         raise ValueError("expected two runs of the same prompts, got other lengths")
-    first, again = (side["together"][: len(side["apart"])] for side in (upstream, flag))
-    itself = agreement(first, upstream["apart"], None)
-    noise = itself["limit_nats"]
-    found = {"upstream together and apart": itself}
-    found["flag together and apart"] = agreement(again, flag["apart"], noise)
+    found = {
+        f"{name} together and apart": agreement(side["together"], side["apart"], limit)
+        for name, side in (("upstream", upstream), ("flag", flag))
+    }
     pairs = [("upstream and flag", upstream, flag)]
     pairs += [(f"flag and {name}", flag, variant) for name, variant in variants.items()]
     for name, a, b in pairs:
         for how in ("together", "apart", "resumed"):
             if how in a and how in b:
-                found[f"{name}, {how}"] = agreement(a[how], b[how], noise)
+                found[f"{name}, {how}"] = agreement(a[how], b[how], limit)
     margins = [margin(row, i) for row in upstream["together"] for i in range(NEW_TOKENS)]
     return {
         "new_tokens": NEW_TOKENS,
@@ -92,31 +99,15 @@ def collapse(greedy: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def agreement(
-    a: list[dict[str, Any]], b: list[dict[str, Any]], noise: float | None
-) -> dict[str, Any]:
+def agreement(a: list[dict[str, Any]], b: list[dict[str, Any]], limit: float) -> dict[str, Any]:
     """How many prompts have the same tokens, and why the others part.
 
-    Up to where two runs part they have read the same tokens, so that the margin between the same
-    two best tokens differs by rounding alone: ``rounding_nats``. A parting is explained where a's
-    margin is at most ``noise``. Without it, both runs are one side's, which differ by nothing else,
-    and the largest of their partings' margins counts too.
+    ``partings`` has a's margin in nats at each; one of at most ``limit`` is explained.
     """
-    moved, partings = [], []
-    for number, (x, y) in enumerate(zip(a, b, strict=True)):
-        for i in range(NEW_TOKENS):
-            if set(x["best"][i]) == set(y["best"][i]):
-                same_order = x["best"][i] == y["best"][i]
-                moved.append(abs(margin(x, i) - (1 if same_order else -1) * margin(y, i)))
-            if x["tokens"][i] != y["tokens"][i]:
-                partings.append({"prompt": number, "token": i, "margin_nats": margin(x, i)})
-                break
-    limit = noise
-    if limit is None:
-        limit = max([*moved, *(parting["margin_nats"] for parting in partings)], default=0.0)
+    moved, margins = differences(a, b)
     return {
         "prompts": len(a),
-        "same": len(a) - len(partings),
+        "same": len(a) - len(margins),
         "first_token_same": sum(
             x["tokens"][0] == y["tokens"][0] for x, y in zip(a, b, strict=True)
         ),
@@ -126,9 +117,29 @@ def agreement(
             "max": max(moved, default=0.0),
         },
         "limit_nats": limit,
-        "explained": sum(parting["margin_nats"] <= limit for parting in partings),
-        "partings": partings,
+        "explained": sum(one <= limit for one in margins),
+        "partings": margins,
     }
+
+
+def differences(
+    a: list[dict[str, Any]], b: list[dict[str, Any]]
+) -> tuple[list[float], list[float]]:
+    """By how much the margin between the same two best tokens differs, and a's margin where the
+    prompt's tokens part.
+
+    Up to there both have read the same tokens, so that nothing but rounding differs.
+    """
+    moved, partings = [], []
+    for x, y in zip(a, b, strict=True):
+        for i in range(NEW_TOKENS):
+            if set(x["best"][i]) == set(y["best"][i]):
+                same_order = x["best"][i] == y["best"][i]
+                moved.append(abs(margin(x, i) - (1 if same_order else -1) * margin(y, i)))
+            if x["tokens"][i] != y["tokens"][i]:
+                partings.append(margin(x, i))
+                break
+    return moved, partings
 
 
 def margin(row: dict[str, Any], i: int) -> float:

@@ -57,12 +57,10 @@ class Asked(ABC):
 
     Attributes:
         calls: prompts and tokens of each of the calls that are timed.
-        apart: of so many prompts the tokens are also asked for one after the other.
         turn: of sides that run beside each other.
     """
 
     calls: Sequence[tuple[int, int]] = CALLS
-    apart: int = serve_agreement.APART
     turn: Turn | None = None
 
     def __init__(self) -> None:
@@ -70,7 +68,7 @@ class Asked(ABC):
 
     def take(self, args: argparse.Namespace) -> None:
         """What the command line says of what is asked and of this process, before the engine."""
-        self.calls, self.apart = args.calls, args.apart
+        self.calls = args.calls
         self.turn = Turn(args.turns) if args.turns else None
         if args.variant == DETERMINISTIC:
             os.environ["KDA_DSV4_DETERMINISTIC_PREFIX"] = "1"
@@ -126,7 +124,7 @@ def tokens_parts(side: SideFile, asked: Asked, parts: list[str]) -> None:
 
 
 def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = None) -> None:
-    """Greedy tokens of prompts, all at once and some of them one after the other.
+    """Greedy tokens of prompts, all at once and one after the other.
 
     Args:
         long: lengths, from which to which, of 16 prompts that reach over blocks of the prefix
@@ -138,7 +136,7 @@ def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = Non
     def work() -> dict[str, Any]:
         rng = random.Random(7)
         if long:
-            lengths = [rng.randint(*long) for _ in range(serve_agreement.APART)]
+            lengths = [rng.randint(*long) for _ in range(serve_agreement.LONG_PROMPTS)]
         else:
             count = serve_agreement.PROMPTS
             lengths = [rng.randint(1, 40) ** 2 + rng.randint(1, 63) for _ in range(count)]
@@ -149,7 +147,7 @@ def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = Non
             if time.time() > until:
                 raise TimeoutError("expected an empty prefix cache within 5 s")
             time.sleep(0.1)
-        apart = [asked.greedy([one])[0] for one in batch[: asked.apart]]
+        apart = [asked.greedy([one])[0] for one in batch]
         found: dict[str, Any] = {"lengths": lengths, "together": together, "apart": apart}
         if long:
             ends = [prompt_of(rng, rng.randint(5, 150)) for _ in batch]
@@ -380,7 +378,6 @@ def commands(
         command.add_argument("--heads", type=int, help="of each attention layer")
         command.add_argument("--experts", type=int, help="of each layer, or 0")
         command.add_argument("--calls", nargs="+", type=shape, default=CALLS, help="as 1x512")
-        command.add_argument("--apart", type=int, default=16, help="prompts asked one by one")
         command.add_argument("--variant", choices=variants, help="one more side, of the flag's")
         command.add_argument("--caches", type=Path, help="of what is compiled, kept; else empty")
     if parts:
@@ -407,7 +404,7 @@ def sides_of(args: argparse.Namespace, flag: list[str], more: list[str]) -> dict
     """
     common = ["--config", str(args.config), "--parts", *args.parts, *more]
     common += ["--calls", *(f"{count}x{length}" for count, length in args.calls)]
-    for name in ("layers", "heads", "experts", "apart", "caches"):
+    for name in ("layers", "heads", "experts", "caches"):
         if getattr(args, name) is not None:
             common += [f"--{name}", str(getattr(args, name))]
     # ours first: what fails in it shows before upstream's minutes are spent
@@ -480,10 +477,12 @@ def join(sides: dict[str, Any]) -> dict[str, Any]:
         side: {k: v for k, v in data.items() if k not in compared} for side, data in sides.items()
     }
     result = {**first.get("head", {}), "rows": rows, "sides": kept}
+    upstream: dict[str, Any] = sides.get("upstream", {})
+    limit = serve_agreement.rounding([upstream[part] for part in compared if part in upstream])
     for part, name in compared.items():
         asked = {side: sides[side][part] for side in names_of(sides) if part in sides[side]}
         if all(side in asked for side in SIDES):
-            result[name] = serve_agreement.compared(**asked)
+            result[name] = serve_agreement.compared(**asked, limit=limit)
     return result
 
 

@@ -11,7 +11,7 @@ from benchmarks.bounded_gate_vllm import (
     attributed,
     joined,
 )
-from benchmarks.engines.serve_agreement import APART, NEW_TOKENS, PROMPTS
+from benchmarks.engines.serve_agreement import LONG_PROMPTS, NEW_TOKENS, PROMPTS
 
 
 def test_kernels_belong_to_the_range_that_launched_them() -> None:
@@ -51,11 +51,11 @@ def side(resumed: list[dict[str, Any]]) -> dict[str, Any]:
         "layers": {},
         "left_out": [],
         "failed": {},
-        "tokens": {"lengths": [3], "together": answers(PROMPTS), "apart": answers(APART)},
+        "tokens": {"lengths": [3], "together": answers(PROMPTS), "apart": answers(PROMPTS)},
         "long_tokens": {
             "lengths": [3],
-            "together": answers(APART),
-            "apart": answers(APART),
+            "together": answers(LONG_PROMPTS),
+            "apart": answers(LONG_PROMPTS),
             "resumed": resumed,
         },
     }
@@ -77,8 +77,8 @@ def test_a_parting_beyond_rounding_is_not_explained() -> None:
     verdicts = {v["what"]: (v["same"], v["partings"], v["explained"]) for v in result["verdicts"]}
     assert verdicts == {
         "upstream and flag, together": (PROMPTS, 0, True),
-        "upstream and flag, apart": (APART, 0, True),
-        "upstream and flag, together, long prompts": (APART, 0, True),
-        "upstream and flag, apart, long prompts": (APART, 0, True),
+        "upstream and flag, apart": (PROMPTS, 0, True),
+        "upstream and flag, together, long prompts": (LONG_PROMPTS, 0, True),
+        "upstream and flag, apart, long prompts": (LONG_PROMPTS, 0, True),
         "upstream and flag, resumed, long prompts": (1, 1, False),
     }

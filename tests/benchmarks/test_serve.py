@@ -304,7 +304,7 @@ def test_each_side_is_given_the_options_of_the_pair(tmp_path: Path) -> None:
     assert list(sides) == ["flag", "upstream", "deterministic_prefix"]
     again = options(*sides["deterministic_prefix"])
     assert again.attention_backend == "KDA"
-    same = ("config", "parts", "calls", "layers", "heads", "experts", "apart", "caches", "variant")
+    same = ("config", "parts", "calls", "layers", "heads", "experts", "caches", "variant")
     assert {name: getattr(again, name) for name in same} == {n: getattr(args, n) for n in same}
     assert options(*sides["upstream"]).attention_backend is None
 
@@ -314,11 +314,11 @@ def test_a_side_takes_its_caches_and_its_variant(
 ) -> None:
     for name in ("KDA_DSV4_DETERMINISTIC_PREFIX", *serve_work.cache_folders(tmp_path)):
         monkeypatch.setenv(name, "before")
-    words = ["--config", str(tmp_path), "--calls", "1x64", "--apart", "3"]
+    words = ["--config", str(tmp_path), "--calls", "1x64"]
     (tmp_path / "config.json").write_text("{}")
     asked = serve_vllm.Asked()
     asked.take(options(*words, "--variant", "deterministic_prefix", "--caches", str(tmp_path)))
-    assert asked.calls == [(1, 64)] and asked.apart == 3 and asked.turn is None
+    assert asked.calls == [(1, 64)] and asked.turn is None
     assert os.environ["KDA_DSV4_DETERMINISTIC_PREFIX"] == "1"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton_cache_dir")
 
@@ -343,32 +343,33 @@ def greedy(tokens: list[int], margin: float) -> dict[str, Any]:
         "logprobs": [[-0.5, -0.5 - margin]] * len(tokens),
     }
     many = [one] * serve_agreement.PROMPTS
-    return {"lengths": [1], "together": many, "apart": many[: serve_agreement.APART]}
+    return {"lengths": [1], "together": many, "apart": many}
 
 
 def test_tokens_of_both_sides_are_compared() -> None:
     resumed = {**greedy([7], 0.5), "resumed": greedy([7], 0.5)["apart"]}
-    found = serve_agreement.compared(resumed, resumed, eager=resumed)
+    found = serve_agreement.compared(resumed, resumed, 0.0, eager=resumed)
     names = {name for name, value in found.items() if isinstance(value, dict)}
     assert {"upstream and flag, resumed", "flag and eager, together"} <= names
-    same = serve_agreement.compared(greedy([7], 0.5), greedy([7], 0.5))
+    same = serve_agreement.compared(greedy([7], 0.5), greedy([7], 0.5), 0.0)
     assert same["upstream and flag, together"]["same"] == serve_agreement.PROMPTS
-    other = serve_agreement.compared(greedy([7], 0.5), greedy([8], 0.5))
+    other = serve_agreement.compared(greedy([7], 0.5), greedy([8], 0.5), 0.25)
     found = other["upstream and flag, together"]
     assert found["same"] == 0 and found["explained"] == 0
     with pytest.raises(ValueError, match="same prompts"):
-        serve_agreement.compared(greedy([7], 0.5), {**greedy([7], 0.5), "lengths": [2]})
+        serve_agreement.compared(greedy([7], 0.5), {**greedy([7], 0.5), "lengths": [2]}, 0.0)
     assert serve_agreement.collapse(greedy([7], 0.5))["distinct_tokens"] == 1
 
 
 def test_rounding_is_what_parts_upstream_from_itself() -> None:
     upstream, flag = greedy([7], 0.25), greedy([8], 0.25)
+    assert serve_agreement.rounding([upstream]) == 0.0
     upstream["apart"] = greedy([9], 0.25)["apart"]
-    found = serve_agreement.compared(upstream, flag)
-    assert found["upstream and flag, together"]["explained"] == serve_agreement.PROMPTS
+    limit = serve_agreement.rounding([greedy([7], 0.5), upstream])  # in any part of the run
+    assert limit == 0.25
     further = greedy([7], 0.5)["together"][:1]
     upstream["together"] = [*upstream["together"][:-1], *further]
-    found = serve_agreement.compared(upstream, flag)
+    found = serve_agreement.compared(upstream, flag, limit)
     assert found["upstream and flag, together"]["explained"] == serve_agreement.PROMPTS - 1
 
 
