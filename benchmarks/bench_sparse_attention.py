@@ -44,7 +44,7 @@ from benchmarks.sparse_attention_modes import (
     random_kinds,
 )
 from block_sparse_backend.block_sparse import block_sparse_attention
-from block_sparse_backend.launch_params import TABLES, Int8Params
+from block_sparse_backend.launch_params import TABLES, TritonParams
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
 from block_sparse_backend.plan.choice import Choice
@@ -140,12 +140,12 @@ def exact_rows(
         yield Row(work, shape, share, path, ms, ms, found, tflops=rate)
 
 
-def int8_params(plan: BlockPlan) -> Int8Params:
+def int8_params(plan: BlockPlan) -> TritonParams:
     """The table's parameters for a plan's blocks."""
     rows = load_table(TABLES, detect_target()).rows
     of_rows = (row.params for row in rows if row.operator == "block_sparse_int8")
     blocks = (plan.block_m, plan.block_n)
-    return next(x for x in of_rows if isinstance(x, Int8Params) and x.blocks == blocks)
+    return next(x for x in of_rows if isinstance(x, TritonParams) and x.blocks == blocks)
 
 
 def int8_rows(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Literal
 
 from backend_core.tables.schema import Operator, TableSchema
 
@@ -55,48 +54,6 @@ class GluonParams:
     """Queries in a tile, of two warpgroups, and keys in a block, in plans made for this path."""
 
 
-@dataclass(frozen=True)
-class PredictionParams:
-    """How a prediction scores pooled blocks and finds those to keep; a table's ``[prediction]``.
-
-    Attributes:
-        product: of mean queries and mean keys: "exact" to fp32 (three TF32 products, on HIP fp32
-            ones), or "fp16x3" with 22 bits of each factor in three products, which supposes means
-            below 65,504.
-        centre: what is taken out of all keys, which no softmax over keys sees: their "mean", or
-            the block in their "middle", which needs no kernel of its own. Prediction alone; the
-            kernels that quantise have the mean.
-        search: the threshold on "weights", or for a share of the blocks on their logarithms
-            ("logits"), with one instruction less to count a block.
-        order_step: rows that a program compares with its own at a time to order the work.
-    """
-
-    product: Literal["exact", "fp16x3"] = "exact"
-    centre: Literal["mean", "middle"] = "mean"
-    search: Literal["weights", "logits"] = "weights"
-    order_step: int = 64
-
-    def __post_init__(self) -> None:
-        if self.order_step not in (64, 256):
-            raise ValueError(f"order_step must be 64 or 256, got {self.order_step}")
-
-
-@dataclass(frozen=True)
-class Int8Params(TritonParams):
-    """8-bit attention in Triton.
-
-    Attributes:
-        exponent: where a block's scale and the conversion of q k^T are paid: "scaled" for every
-            element; "biased": the scale goes into the factor of the exponent, and the conversion
-            into the accumulator's first value. Only where a block of keys has one scale, else
-            "scaled".
-        prediction: the table's section.
-    """
-
-    exponent: Literal["scaled", "biased"] = "scaled"
-    prediction: PredictionParams = PredictionParams()
-
-
 GRID = "query tiles times heads"
 TABLES = TableSchema(
     family="block_sparse",
@@ -115,10 +72,9 @@ TABLES = TableSchema(
         Operator(
             name="block_sparse_int8",
             grid=GRID,
-            paths={"torch": TorchParams, "triton": Int8Params},
+            paths={"torch": TorchParams, "triton": TritonParams},
             folder="block_sparse_backend.dense8",
             requires=methodcaller("requires"),
         ),
     ),
-    sections={"prediction": PredictionParams},
 )

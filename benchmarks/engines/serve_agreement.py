@@ -8,7 +8,6 @@ those with another best token by at least their margin.
 
 from __future__ import annotations
 
-import itertools
 import math
 from statistics import median_high as median
 from typing import Any
@@ -35,7 +34,7 @@ def tokens_of(output: Any) -> dict[str, Any]:
 def rounding(upstream: list[dict[str, Any]]) -> float:
     """The most that rounding moved upstream's two best tokens, in nats, in all parts of a run."""
     pairs = (differences(part["together"], part["apart"]) for part in upstream)
-    return max((value for pair in pairs for value in itertools.chain(*pair)), default=0.0)
+    return max((value for moved, _ in pairs for value in moved), default=0.0)
 
 
 def compared(
@@ -125,10 +124,11 @@ def agreement(a: list[dict[str, Any]], b: list[dict[str, Any]], limit: float) ->
 def differences(
     a: list[dict[str, Any]], b: list[dict[str, Any]]
 ) -> tuple[list[float], list[float]]:
-    """By how much the margin between the same two best tokens differs, and a's margin where the
-    prompt's tokens part.
+    """By how much the margin between two best tokens differs, and a's margin where a prompt's
+    tokens part.
 
-    Up to there both have read the same tokens, so that nothing but rounding differs.
+    Up to there both have read the same tokens, so that nothing but rounding differs. The margin is
+    between the same two tokens; between the best of each run it has moved by at least both margins.
     """
     moved, partings = [], []
     for x, y in zip(a, b, strict=True):
@@ -136,6 +136,8 @@ def differences(
             if set(x["best"][i]) == set(y["best"][i]):
                 same_order = x["best"][i] == y["best"][i]
                 moved.append(abs(margin(x, i) - (1 if same_order else -1) * margin(y, i)))
+            elif x["tokens"][i] != y["tokens"][i]:
+                moved.append(margin(x, i) + margin(y, i))
             if x["tokens"][i] != y["tokens"][i]:
                 partings.append(margin(x, i))
                 break

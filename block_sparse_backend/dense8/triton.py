@@ -12,7 +12,7 @@ from backend_core.target import Target
 from block_sparse_backend.dense8 import QuantisedRun
 from block_sparse_backend.dense16.triton import descriptor, options
 from block_sparse_backend.kernels import block_sparse_int8 as kernels
-from block_sparse_backend.launch_params import Int8Params
+from block_sparse_backend.launch_params import TritonParams
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.spec import QuantisedSpec
 from block_sparse_backend.variants.column_stats import E4M3_MAX
@@ -52,19 +52,18 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
     return run
 
 
-def params_for(row: KernelPath, spec: QuantisedSpec) -> Int8Params:
+def params_for(row: KernelPath, spec: QuantisedSpec) -> TritonParams:
     """The row's parameters where it has the plan's tiles, else some that fit the plan's."""
     params, blocks = row.params, (spec.block_m, spec.block_n)
-    if isinstance(params, Int8Params) and params.blocks == blocks:
+    if isinstance(params, TritonParams) and params.blocks == blocks:
         return params
     warps, stages = (8, 3) if spec.block_m == 128 else (4, 2)
-    return Int8Params(*blocks, warps, stages)
+    return TritonParams(*blocks, warps, stages)
 
 
-def attention_kernel(params: Int8Params, spec: QuantisedSpec) -> KernelLaunch:
+def attention_kernel(params: TritonParams, spec: QuantisedSpec) -> KernelLaunch:
     """The kernel, as its path launches it."""
     mode = spec.mode
-    per_thread = mode.groups == "per_thread"
     constexprs = {
         "HEADS": spec.heads,
         "GROUP": spec.group,
@@ -74,9 +73,7 @@ def attention_kernel(params: Int8Params, spec: QuantisedSpec) -> KernelLaunch:
         "STAGES": params.num_stages,
         "HAS_PARTIAL": spec.has_partial,
         "P_LOG2": math.log2(E4M3_MAX) if mode.fp8_values else 0.0,
-        "EXPONENT": "scaled" if per_thread else params.exponent,
-        "query_scales": kernels.per_thread_queries if per_thread else kernels.per_warp_queries,
-        "key_scales": kernels.per_thread_keys if per_thread else kernels.per_warp_keys,
+        "PER_THREAD": mode.groups == "per_thread",
         "values": kernels.e4m3_values if mode.fp8_values else kernels.half_values,
         "mask": spec.mask.kernel,
     }

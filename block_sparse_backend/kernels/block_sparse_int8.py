@@ -19,48 +19,33 @@ ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
-def per_warp_queries(scale_ptr, row, o_m, length):
-    """The scale of each query, one for 16."""
+def _query_scales(scale_ptr, row, o_m, length, PER_THREAD: tl.constexpr):
+    """The scale of each query: one for 16, or eight, of which queries r and r + 8 share one."""
     at = row * tl.cdiv(length, 16) + o_m // 16
+    if PER_THREAD:
+        at = at * 8 + o_m % 8
     return tl.load(scale_ptr + at, mask=o_m < length, other=1.0)
 
 
 @triton.jit
-def per_thread_queries(scale_ptr, row, o_m, length):
-    """The same, eight for 16: queries r and r + 8 share one."""
-    at = (row * tl.cdiv(length, 16) + o_m // 16) * 8 + o_m % 8
-    return tl.load(scale_ptr + at, mask=o_m < length, other=1.0)
+def _scores(b_q, b_k, scale_ptr, block, PER_THREAD: tl.constexpr):
+    """q8 k8^T in fp32, times the scales of keys where a block has several.
 
-
-@triton.jit
-def per_warp_keys(b_s, scale_ptr, block):
-    return b_s.to(tl.float32) * tl.load(scale_ptr + block)
-
-
-@triton.jit
-def per_thread_keys(b_s, scale_ptr, block):
-    # the reshape shows that the columns of one thread share a scale: one load, one register
-    scales = tl.load(scale_ptr + block * 4 + tl.arange(0, 4))
-    rows: tl.constexpr = b_s.shape[0]
-    cols: tl.constexpr = b_s.shape[1]
-    b_s = tl.reshape(b_s.to(tl.float32), (rows, cols // 8, 4, 2)) * scales[None, None, :, None]
-    return tl.reshape(b_s, (rows, cols))
-
-
-@triton.jit
-def _scores(b_q, b_k, scale_ptr, block, key_scales: tl.constexpr, EXPONENT: tl.constexpr):
-    """q8 k8^T in fp32; in what units, and from which zero on, is as EXPONENT says.
-
-    "scaled": times the keys' scales. "biased": their one scale is left for the exponent, which
-    multiplies anyway, and the accumulator begins at ``ROUNDER``, from where the bits of fp32 count
-    upwards as an integer does: 127^2 D is below 2^22, so the sum needs no conversion. What is
-    rounded off the exponent is then a unit or two of q8 k8^T.
+    One scale is left for the exponent, which multiplies anyway, and the accumulator begins at
+    ``ROUNDER``, from where the bits of fp32 count upwards as an integer does: 127^2 D is below
+    2^22, so the sum needs no conversion. What is rounded off the exponent is then a unit or two of
+    q8 k8^T.
     """
-    if EXPONENT == "biased":
-        b_s = tl.full([b_q.shape[0], b_k.shape[0]], ROUNDER_BITS, tl.int32)
-        b_s = tl.dot(b_q, b_k.T, b_s, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+    rows: tl.constexpr = b_q.shape[0]
+    cols: tl.constexpr = b_k.shape[0]
+    if PER_THREAD:
+        # the reshape shows that the columns of one thread share a scale: one load, one register
+        scales = tl.load(scale_ptr + block * 4 + tl.arange(0, 4))
+        b_s = tl.reshape(tl.dot(b_q, b_k.T).to(tl.float32), (rows, cols // 8, 4, 2))
+        b_s = tl.reshape(b_s * scales[None, None, :, None], (rows, cols))
     else:
-        b_s = key_scales(tl.dot(b_q, b_k.T), scale_ptr, block)
+        b_s = tl.full([rows, cols], ROUNDER_BITS, tl.int32)
+        b_s = tl.dot(b_q, b_k.T, b_s, out_dtype=tl.int32).to(tl.float32, bitcast=True)
     return b_s
 
 
@@ -96,7 +81,7 @@ def _walk(
     plan,
     hooks: tl.constexpr,
     P_LOG2: tl.constexpr,
-    EXPONENT: tl.constexpr,
+    PER_THREAD: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -108,21 +93,20 @@ def _walk(
     factor, k_scale_ptr, first_block = scales
     k_desc, v_desc = sources
     cols_ptr, mask_aux_ptr = plan
-    key_scales: tl.constexpr = hooks[0]
-    values: tl.constexpr = hooks[1]
-    mask: tl.constexpr = hooks[2]
+    values: tl.constexpr = hooks[0]
+    mask: tl.constexpr = hooks[1]
     for j in tl.range(begin, end, num_stages=STAGES):
         col = tl.load(cols_ptr + j)
         start = col * BLOCK_N
         k_pos = start + tl.arange(0, BLOCK_N)
         b_k = tl.reshape(k_desc.load([batch, kv_head, start, 0]), (BLOCK_N, b_q.shape[1]))
-        b_s = _scores(b_q, b_k, k_scale_ptr, first_block + col, key_scales, EXPONENT=EXPONENT)
+        b_s = _scores(b_q, b_k, k_scale_ptr, first_block + col, PER_THREAD)
         inside = k_pos < kv_len
         if IS_PARTIAL:
             seen = mask(q_pos, k_pos[None, :], col, mask_aux_ptr)
             b_s = tl.where(seen & inside[None, :], b_s, -float("inf"))
         top, slope = tl.max(b_s, 1), factor
-        if EXPONENT == "biased":
+        if not PER_THREAD:
             unit = tl.load(k_scale_ptr + first_block + col)
             top, slope = (top - ROUNDER) * unit, factor * unit
         new = tl.maximum(high, top)
@@ -131,7 +115,7 @@ def _walk(
             shift = tl.where(new == -float("inf"), 0.0, new)
         alpha = tl.exp2((high - shift) * factor)
         down = shift * factor - P_LOG2
-        if EXPONENT == "biased":
+        if not PER_THREAD:
             down += ROUNDER * slope
         b_p = tl.exp2(b_s * slope[:, None] - down[:, None])
         total = total * alpha + tl.sum(b_p, 1)
@@ -173,13 +157,12 @@ def block_sparse_int8_kernel(
     STAGES: tl.constexpr,
     HAS_PARTIAL: tl.constexpr,
     P_LOG2: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    query_scales: tl.constexpr,
-    key_scales: tl.constexpr,
+    PER_THREAD: tl.constexpr,
     values: tl.constexpr,
     mask: tl.constexpr,
 ):
-    """P_LOG2: what P is scaled up by, log2(448) for e4m3 and 0 for 16 bits."""
+    """P_LOG2: what P is scaled up by, log2(448) for e4m3 and 0 for 16 bits. PER_THREAD: 16 queries
+    have eight scales and a block of keys four, else one each."""
     work = work_ptr + 4 * tl.program_id(0)
     batch = tl.load(work)
     if batch < 0:
@@ -200,10 +183,10 @@ def block_sparse_int8_kernel(
         kv_len, q_position = tl.load(sequence + 4), tl.load(sequence + 5)
     b_q = tl.reshape(q_desc.load([batch, head, tile * BLOCK_M, 0]), (BLOCK_M, D))
     factor = tl.full([BLOCK_M], 1.4426950408889634, tl.float32) * softmax_scale
-    factor *= query_scales(q_scale_ptr, q_row, o_m, q_len)
+    factor *= _query_scales(q_scale_ptr, q_row, o_m, q_len, PER_THREAD)
     place = (batch, kv_head, kv_len, (o_m + q_position)[:, None])
     scales = (factor, k_scale_ptr, first_block)
-    hooks: tl.constexpr = (key_scales, values, mask)
+    hooks: tl.constexpr = (values, mask)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -218,7 +201,7 @@ def block_sparse_int8_kernel(
             (cols_ptr, mask_aux_ptr),
             hooks=hooks,
             P_LOG2=P_LOG2,
-            EXPONENT=EXPONENT,
+            PER_THREAD=PER_THREAD,
             IS_PARTIAL=IS_PARTIAL,
             BLOCK_N=BLOCK_N,
             STAGES=1 if IS_PARTIAL else STAGES,

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from block_sparse_backend.kernels.quantise import add_to_pool, store_pool
 
-LEAST = tl.constexpr(2.0**-126)  # of a weight that is not 0, over the largest of its row
+LEAST = tl.constexpr(-126.0)  # log2 of a weight that is not 0, over the largest of its row
 STEPS = tl.constexpr(32)  # bisections from there to 1, to fp32's resolution
 
 
@@ -61,7 +61,6 @@ def pool_kernel(
 def score_kernel(
     q_sums_ptr,
     k_sums_ptr,
-    k_mean_ptr,
     scores_ptr,
     tiles,
     blocks,
@@ -79,14 +78,13 @@ def score_kernel(
     COLS: tl.constexpr,
     STEP: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    CENTRE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IS_CENTRED: tl.constexpr,
 ):
     """scores float32 [B, H, tiles, pitch] of mean queries and mean keys, base 2.
 
-    CENTRE: what is taken out of all keys, "none", "mean" (``k_mean`` [B, Hkv, D]) or "middle" (the
-    block in their middle). It changes all scores of a row alike. PRECISION: of Triton's products of
-    fp32; or "fp16x3", three of 22 bits.
+    Without IS_CENTRED the mean of the block in the middle is taken out of all keys, which changes
+    all scores of a row alike. Factors have 22 bits, in three products of fp16; a mean of 65,504 or
+    more has no score.
     Grid: (tiles over ROWS, blocks over COLS, B * H); what no query of a tile sees is not written.
     """
     i_r, i_c, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -109,68 +107,56 @@ def score_kernel(
         o_d = start + tl.arange(0, STEP)
         b_q = tl.load(q_rows + o_d[None, :], mask=m_r[:, None], other=0.0) * q_factor[:, None]
         b_k = tl.load(k_rows + o_d[None, :], mask=m_c[:, None], other=0.0) * k_factor[:, None]
-        if CENTRE == "mean":
-            b_k -= tl.load(k_mean_ptr + kv_row * D + o_d)[None, :]
-        if CENTRE == "middle":
+        if not IS_CENTRED:
             b_k -= (tl.load(middle_row + o_d) * middle_factor)[None, :]
-        if PRECISION == "fp16x3":
-            q_high, k_high = b_q.to(tl.float16), tl.trans(b_k.to(tl.float16))
-            acc = tl.dot(q_high, k_high, acc)
-            # what the first rounding left, but for its own product
-            q_low = (b_q - q_high.to(tl.float32)).to(tl.float16)
-            k_low = (b_k - tl.trans(k_high).to(tl.float32)).to(tl.float16)
-            acc = tl.dot(q_low, k_high, acc)
-            acc = tl.dot(q_high, tl.trans(k_low), acc)
-        else:
-            acc = tl.dot(b_q, tl.trans(b_k), acc, input_precision=PRECISION)
+        q_high, k_high = b_q.to(tl.float16), tl.trans(b_k.to(tl.float16))
+        acc = tl.dot(q_high, k_high, acc)
+        # what the first rounding left, but for its own product
+        q_low = (b_q - q_high.to(tl.float32)).to(tl.float16)
+        k_low = (b_k - tl.trans(k_high).to(tl.float32)).to(tl.float16)
+        acc = tl.dot(q_low, k_high, acc)
+        acc = tl.dot(q_high, tl.trans(k_low), acc)
     at = scores_ptr + (i_bh.to(tl.int64) * tiles + o_r)[:, None] * pitch + o_c[None, :]
     tl.store(at, acc, mask=m_r[:, None] & m_c[None, :])
 
 
 @triton.jit
-def _threshold(b_p, amount, count, IS_CDF: tl.constexpr, IN_LOGITS: tl.constexpr):
-    """The least of the largest values of b_p, all in 0 to 1 or NaN, that are to be kept: those that
-    make up a share ``amount`` of their sum, or a share of ``count`` in number, at least 1.
+def _threshold(b_p, amount, count, IS_CDF: tl.constexpr):
+    """The least of the largest weights that are to be kept: those that make up a share ``amount``
+    of their sum, or a share of ``count`` in number, at least 1.
 
-    Bisection of the exponent, base 2, until the bounds have one value between them or none.
-    IN_LOGITS: b_p is log2 of the values, and so is the threshold.
+    b_p is log2 of weights of 0 to 1, or NaN, and so is the threshold. Bisection until the bounds
+    have one value between them or none.
     """
-    least: tl.constexpr = -126.0 if IN_LOGITS else LEAST
-    positive = b_p >= least
+    positive = b_p >= LEAST
     n_low = tl.sum(positive.to(tl.int32))  # kept by the low bound, which keeps enough
     n_high = 0  # kept by the high one, which does not
     weight = b_p
     if IS_CDF:
-        if IN_LOGITS:
-            weight = tl.exp2(b_p)
+        weight = tl.exp2(b_p)
         total = tl.sum(tl.where(positive, weight, 0.0))
         goal = amount * total
         is_open = (goal <= total) & (n_low > 1)
     else:
         goal = tl.maximum(tl.ceil(amount * count.to(tl.float32)), 1.0)
         is_open = n_low.to(tl.float32) > goal
-    if IN_LOGITS:
-        low, high = tl.min(tl.where(positive, b_p, 0.0)), 0.001
-    else:
-        low, high = tl.log2(tl.min(tl.where(positive, b_p, 1.0))) - 0.001, 0.001
+    low, high = tl.min(tl.where(positive, b_p, 0.0)), 0.001
     left = tl.where(is_open, STEPS, 0)
     while left > 0:
         middle = 0.5 * (low + high)
-        is_in = b_p >= (middle if IN_LOGITS else tl.exp2(middle))
-        if IN_LOGITS and not IS_CDF:  # comparison and addition in fp32 are one instruction each
-            n = tl.sum(tl.where(is_in, 1.0, 0.0)).to(tl.int32)
-        else:
-            n = tl.sum(is_in.to(tl.int32))
+        is_in = b_p >= middle
         if IS_CDF:
+            n = tl.sum(is_in.to(tl.int32))
             enough = tl.sum(tl.where(is_in, weight, 0.0)) >= goal
-        else:
+        else:  # comparison and addition in fp32 are one instruction each
+            n = tl.sum(tl.where(is_in, 1.0, 0.0)).to(tl.int32)
             enough = n.to(tl.float32) >= goal
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
         n_low, n_high = tl.where(enough, n, n_low), tl.where(enough, n_high, n)
         left = tl.where(n_low - n_high > 1, left - 1, 0)
         if not IS_CDF:
             left = tl.where(n_low.to(tl.float32) == goal, 0, left)
-    return tl.where(is_open, low if IN_LOGITS else tl.exp2(low), least)
+    return tl.where(is_open, low, LEAST)
 
 
 @triton.jit
@@ -197,16 +183,15 @@ def select_blocks_kernel(
     IS_CDF: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
-    IN_LOGITS: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):
-    """One row of a plan: the blocks to keep, found by bisecting a threshold on P, no sort.
+    """One row of a plan: the blocks to keep, found by bisecting a threshold on log2 P, no sort.
 
     P = softmax(scores) over the blocks that resemble themselves. Kept: the largest of P up to a
     sum of ``amount`` (or a share ``amount`` of all blocks), and every block of a tile or of keys
     that do not resemble themselves or have no score (NaN), and what the causal mask cuts. Without
-    HAS_LIKENESS all resemble themselves. IN_LOGITS: the threshold is on log2 P, which parts what
-    P rounds together. PER_HEAD: ``min_likeness`` and ``amount`` are those of ``of_heads`` [2, H].
+    HAS_LIKENESS all resemble themselves. PER_HEAD: ``min_likeness`` and ``amount`` are those of
+    ``of_heads`` [2, H].
     Grid: (tiles, B * H).
     """
     i_m, i_bh = tl.program_id(0), tl.program_id(1)
@@ -232,11 +217,9 @@ def select_blocks_kernel(
         b_s = tl.where(likeness > min_likeness, b_s, float("nan"))
     else:
         top = tl.max(b_s)
-    # P over its largest value, which is all that comparisons need; NaN where there is none
+    # log2 of P over its largest value, which is all that comparisons need; NaN where there is none
     b_p = b_s - top
-    if not IN_LOGITS:
-        b_p = tl.exp2(b_p)
-    low = _threshold(b_p, amount, end, IS_CDF, IN_LOGITS)
+    low = _threshold(b_p, amount, end, IS_CDF)
     keep = (b_p < low) == 0
     if HAS_SINK:
         keep = keep | (o_c == 0)
@@ -265,7 +248,6 @@ def order_rows_kernel(
     kv_len,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
 ):
     """work [B * H * tiles, 4] of a plan with a row for each tile, as ``block_plan.work_list`` makes
     it: head after head, the longest rows first and of equals the first; and sequences [B, 6].
@@ -279,8 +261,8 @@ def order_rows_kernel(
     at = rows_ptr + 4 * (base + o_m)
     mine = tl.load(at + 2, mask=m_m, other=0) - tl.load(at, mask=m_m, other=0)
     place = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, tiles, STEP):
-        o_o = start + tl.arange(0, STEP)
+    for start in range(0, tiles, BLOCK):
+        o_o = start + tl.arange(0, BLOCK)
         ends = rows_ptr + 4 * (base + o_o)
         inside = o_o < tiles
         other = tl.load(ends + 2, mask=inside, other=-1) - tl.load(ends, mask=inside, other=0)

@@ -15,11 +15,8 @@ from torch import Tensor
 from backend_core.autocast import without_autocast
 from backend_core.contracts import expect_device, expect_kernel_device
 from backend_core.launch.streams import is_elsewhere, run_there
-from backend_core.tables.select import PathTable, load_table
-from backend_core.target import detect_target
 from block_sparse_backend.contract import MAX_ROWS
 from block_sparse_backend.kernels import predict as kernels
-from block_sparse_backend.launch_params import TABLES, Int8Params, PredictionParams
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import (
     FULL,
@@ -40,6 +37,8 @@ SCORE_ROWS, SCORE_COLS, SCORE_WARPS = 128, 64, 4
 """Tiles and blocks that a program of ``score_kernel`` scores, and its warps."""
 SCORE_STEP = 32
 """Channels that a program of ``score_kernel`` multiplies at a time."""
+ORDER_ROWS = 64
+"""Rows that a program of ``order_rows_kernel`` places, and compares with its own at a time."""
 
 
 def predict(
@@ -55,11 +54,10 @@ def predict(
     block_m: int = 64,
     block_n: int = 128,
     path: str | None = None,
-    params: PredictionParams | None = None,
 ) -> BlockPlan:
     """The blocks that most of the attention is predicted to lie in, for each head.
 
-    The mean of all keys is subtracted before pooling, by which no softmax over keys changes.
+    What all keys share is subtracted from them, by which no softmax over keys changes.
     No value is read on the host, so the prediction can be captured in a CUDA graph.
 
     Args:
@@ -67,7 +65,6 @@ def predict(
         cdf, topk, min_likeness, is_causal, keep_first: as in ``Choice``.
         scale: default 1 / sqrt(D).
         path: ``"torch"`` or ``"triton"``; by default Triton wherever it runs.
-        params: the parameters of the Triton kernels; by default those of the device's table.
 
     Raises:
         ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1], or has
@@ -81,25 +78,8 @@ def predict(
     choice.check_heads(q.shape[1])
     check_size(q, k, block_m, block_n)
     chosen = path_of(q, path)
-    params = params_of(q.device) if params is None else params
-    blocks = (block_m, block_n)
-    pooled = pool(q, k, blocks, choice.has_likeness, chosen, params.centre)
-    return from_pooled(pooled, choice, scale, chosen, params)
-
-
-@functools.lru_cache(maxsize=16)
-def params_of(device: torch.device) -> PredictionParams:
-    """The parameters of the device's table, or their defaults where it has none."""
-    try:
-        return params_of_table(load_table(TABLES, detect_target(device)))
-    except LookupError:  # a device without a table has a prediction, and no attention
-        return PredictionParams()
-
-
-def params_of_table(table: PathTable) -> PredictionParams:
-    """The parameters of a table's section, or their defaults where it has none."""
-    found = (row.params for row in table.rows if isinstance(row.params, Int8Params))
-    return next((params.prediction for params in found), PredictionParams())
+    pooled = pool(q, k, (block_m, block_n), choice.has_likeness, chosen)
+    return from_pooled(pooled, choice, scale, chosen)
 
 
 def path_of(x: Tensor, path: str | None) -> str:
@@ -142,7 +122,6 @@ def from_pooled(
     choice: Choice,
     scale: float | None = None,
     path: str | None = None,
-    params: PredictionParams | None = None,
 ) -> BlockPlan:
     """The plan for pooled queries and keys, without a read of the device; see ``predict``."""
     h, d, n = x.q_sums.shape[1], x.q_sums.shape[3], x.lengths[1]
@@ -150,8 +129,7 @@ def from_pooled(
     if path_of(x.q_sums, path) == "torch":
         rows, cols, work, sequences = _with_torch(x, choice, scale_log2)
     else:
-        params = params_of(x.q_sums.device) if params is None else params
-        rows, cols, work, sequences = _with_kernels(x, choice, scale_log2, params)
+        rows, cols, work, sequences = _with_kernels(x, choice, scale_log2)
     return BlockPlan(
         rows,
         cols,
@@ -165,7 +143,7 @@ def from_pooled(
     )
 
 
-def scores(x: Pooled, is_causal: bool, scale_log2: float, params: PredictionParams) -> Tensor:
+def scores(x: Pooled, is_causal: bool, scale_log2: float) -> Tensor:
     """Logits of mean queries and mean keys, base 2: float32 [B, H, tiles, at least blocks], which
     hold what a tile sees, but for a number for each tile that its keys share."""
     b, h, tiles, d = x.q_sums.shape
@@ -183,14 +161,12 @@ def scores(x: Pooled, is_causal: bool, scale_log2: float, params: PredictionPara
         "COLS": SCORE_COLS,
         "STEP": min(SCORE_STEP, d),
         "IS_CAUSAL": is_causal,
-        "CENTRE": "mean" if x.k_mean is not None else "none" if x.is_centred else "middle",
-        "PRECISION": exact_precision() if params.product == "exact" else params.product,
+        "IS_CENTRED": x.is_centred,
     }
     prepared(kernels.score_kernel, SCORE_WARPS, **constexprs).launch(
         (-(-tiles // SCORE_ROWS), -(-blocks // SCORE_COLS), b * h),
         q_sums_ptr=x.q_sums,
         k_sums_ptr=x.k_sums,
-        k_mean_ptr=x.k_sums if x.k_mean is None else x.k_mean,
         scores_ptr=found,
         tiles=tiles,
         blocks=blocks,
@@ -203,13 +179,11 @@ def scores(x: Pooled, is_causal: bool, scale_log2: float, params: PredictionPara
     return found
 
 
-def _with_kernels(
-    x: Pooled, choice: Choice, scale_log2: float, params: PredictionParams
-) -> tuple[Tensor, ...]:
+def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, ...]:
     b, h, tiles, _ = x.q_sums.shape
     hk, blocks = x.k_sums.shape[1:3]
     m, n = x.lengths
-    found = scores(x, choice.is_causal, scale_log2, params)
+    found = scores(x, choice.is_causal, scale_log2)
     of_heads = choice.of_heads(h, found.device)
     min_likeness, goal = (0.0, 0.0) if of_heads is not None else (choice.min_likeness, choice.goal)
     new = functools.partial(torch.empty, dtype=torch.int32, device=x.q_sums.device)
@@ -227,7 +201,6 @@ def _with_kernels(
         "IS_CDF": choice.cdf is not None,
         "HAS_SINK": choice.keep_first,
         "HAS_LIKENESS": has_likeness,
-        "IN_LOGITS": params.search == "logits",
         "PER_HEAD": of_heads is not None,
     }
     warps = max(1, width // 1024)  # within one warp a reduction has no barrier
@@ -247,8 +220,8 @@ def _with_kernels(
         min_likeness=min_likeness,
         amount=goal,
     )
-    prepared(kernels.order_rows_kernel, 4, HEADS=h, BLOCK=64, STEP=params.order_step).launch(
-        (-(-tiles // 64), b * h, 1),
+    prepared(kernels.order_rows_kernel, 4, HEADS=h, BLOCK=ORDER_ROWS).launch(
+        (-(-tiles // ORDER_ROWS), b * h, 1),
         rows_ptr=rows,
         work_ptr=work,
         sequences_ptr=sequences,
@@ -265,7 +238,7 @@ def _with_torch(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, .
     hk, blocks = x.k_sums.shape[1:3]
     group = h // hk
     device = x.q_sums.device
-    assert x.q_likeness is not None and x.k_likeness is not None and x.k_mean is None
+    assert x.q_likeness is not None and x.k_likeness is not None and x.is_centred
 
     def mean(sums: Tensor, length: int, block: int) -> Tensor:
         count = (length - torch.arange(sums.shape[2], device=device) * block).clamp(max=block)
@@ -291,14 +264,6 @@ def _with_torch(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, .
     rows, cols = compact(kinds.view(-1, blocks))
     row_of = torch.arange(b * h * tiles, device=device).view(b, h, tiles)
     return rows, cols, work_list(rows, row_of), uniform_sequences(b, *x.lengths, device)
-
-
-def exact_precision() -> str:
-    """How a tensor core multiplies fp32 without losing bits: on HIP there is a product for it."""
-    if isinstance(kernels.score_kernel, triton.runtime.JITFunction):
-        target = triton.runtime.driver.active.get_current_target()
-        return "ieee" if target.backend == "hip" else "tf32x3"
-    return "ieee"
 
 
 def select_kinds(

@@ -1,4 +1,4 @@
-"""Orders of a video's tokens: tiles and the Hilbert curve, with exact inverses."""
+"""A video's tokens in the order of tiles, and back."""
 
 from __future__ import annotations
 
@@ -91,43 +91,6 @@ def tile_order(
     slot_of = torch.empty_like(slot)
     slot_of[order] = slot
     return TileOrder(index, is_token, slot_of, grid, slots_per_tile, text_slots, block)
-
-
-def hilbert_order(canvas: Box, device: torch.device | str = "cuda") -> tuple[Tensor, Tensor]:
-    """(order, inverse), int64 [T * H * W]: ``x[order]`` follows the curve and ``y[inverse]`` is
-    back in raster order.
-
-    Skilling's transform ("Programming the Hilbert curve", 2004) on the enclosing cube; a box keeps
-    the cube curve's order of its points, so steps are of one token within a cube of a power of two.
-    """
-    bits = max(1, (max(canvas) - 1).bit_length())
-    axes = torch.meshgrid(*[torch.arange(c, device=device) for c in canvas], indexing="ij")
-    x = [axis.flatten().clone() for axis in axes]
-    zero = torch.zeros_like(x[0])
-    bit = 1 << (bits - 1)
-    while bit > 1:  # undo the excess work of the curve's rotations
-        for i in range(len(x)):
-            is_set = (x[i] & bit) != 0
-            swap = torch.where(is_set, zero, (x[0] ^ x[i]) & (bit - 1))
-            x[0] = torch.where(is_set, x[0] ^ (bit - 1), x[0] ^ swap)
-            if i:
-                x[i] = x[i] ^ swap
-        bit >>= 1
-    for i in range(1, len(x)):  # Gray code
-        x[i] = x[i] ^ x[i - 1]
-    flip = zero
-    bit = 1 << (bits - 1)
-    while bit > 1:
-        flip = torch.where((x[-1] & bit) != 0, flip ^ (bit - 1), flip)
-        bit >>= 1
-    distance = zero
-    for i in reversed(range(bits)):
-        for axis in x:
-            distance = (distance << 1) | (((axis ^ flip) >> i) & 1)
-    order = torch.argsort(distance)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    return order, inverse
 
 
 def _grid(canvas: Box, tile: Box) -> Box:

@@ -18,17 +18,12 @@ def column_mean(x: Tensor, spans: Tensor | None = None) -> Tensor:
     Args:
         spans: of packed sequences, as ``kernels.quantise`` describes it.
     """
-    return mean_of_sums(_partial(x, False, spans), x.shape[2], x.shape[1], spans)
-
-
-def mean_of_sums(sums: Tensor, length: int, heads: int, spans: Tensor | None = None) -> Tensor:
-    """float32 [B, H, D]: the sum over dimension 1 of float32 [B * H, parts, D], over ``length``, or
-    over the tokens of packed sequences."""
-    rows, parts, d = sums.shape
-    mean = torch.empty(rows // heads, heads, d, dtype=torch.float32, device=sums.device)
-    launch = prepared(kernels.mean_kernel, 4, HEADS=heads, D=d, STEP=32).launch
+    b, h, length, d = x.shape
+    sums = _partial(x, False, spans)
+    mean = torch.empty(b, h, d, dtype=torch.float32, device=x.device)
+    launch = prepared(kernels.mean_kernel, 4, HEADS=h, D=d, STEP=32).launch
     named = {"sums_ptr": sums, "mean_ptr": mean, "spans_ptr": spans}
-    launch((rows, 1, 1), **named, parts=parts, length=length)
+    launch((b * h, 1, 1), **named, parts=sums.shape[1], length=length)
     return mean
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from block_sparse_backend.kernels import predict as kernels
 from block_sparse_backend.prepared import prepared
-from block_sparse_backend.variants.column_stats import column_mean, mean_of_sums
+from block_sparse_backend.variants.column_stats import column_mean
 
 _STEP = 16  # tokens that a program of one warp holds
 
@@ -24,16 +24,14 @@ class Pooled:
         k_sums: float32 [B, Hkv, blocks, D], over ``block_n`` keys each.
         q_likeness, k_likeness: float32 [B, H, tiles] and [B, Hkv, blocks], the mean cosine of all
             pairs of a block's tokens (keys without their mean); ``None`` where nobody asks.
-        k_mean: float32 [B, Hkv, D] that is still to be taken out of ``k_sums``, or ``None``.
         lengths: of queries and keys.
-        is_centred: ``k_sums`` have nothing that all keys share, or may keep it.
+        is_centred: what all keys share has been taken out of ``k_sums``.
     """
 
     q_sums: Tensor
     k_sums: Tensor
     q_likeness: Tensor | None
     k_likeness: Tensor | None
-    k_mean: Tensor | None
     lengths: tuple[int, int]
     block_m: int
     block_n: int
@@ -52,7 +50,7 @@ class Pooled:
         q_sums, q_likeness = make(q, block_m)
         k_sums, k_likeness = make(k, block_n)
         lengths = (q.shape[2], k.shape[2])
-        return Pooled(q_sums, k_sums, q_likeness, k_likeness, None, lengths, block_m, block_n)
+        return Pooled(q_sums, k_sums, q_likeness, k_likeness, lengths, block_m, block_n)
 
 
 def pool(
@@ -61,17 +59,16 @@ def pool(
     blocks: tuple[int, int],
     has_likeness: bool,
     path: str,
-    centre: str = "mean",
 ) -> Pooled:
     """Pool [B, H, M, D] and [B, Hkv, N, D], the keys without their mean.
 
-    Without likenesses the kernels read the keys once: their mean follows from the sums of blocks.
+    Without likenesses the kernels read the keys once, and leave it to the scores to take out what
+    all keys share.
 
     Args:
         blocks: queries and keys of a block.
         has_likeness: ask for likenesses; the torch path always makes them.
         path: ``"torch"`` or ``"triton"``.
-        centre: ``"mean"``, or ``"middle"`` to leave smoothing without likenesses to the scores.
     """
     if path == "torch":
         return _with_torch(q, k, blocks)
@@ -79,12 +76,7 @@ def pool(
     k_mean = column_mean(k) if has_likeness else None
     _pool(q, None, x.q_sums, x.q_likeness, x.block_m)
     _pool(k, k_mean, x.k_sums, x.k_likeness, x.block_n)
-    if has_likeness:
-        return x
-    if centre == "middle":
-        return dataclasses.replace(x, is_centred=False)
-    k_mean = mean_of_sums(x.k_sums.flatten(0, 1), k.shape[2], k.shape[1])
-    return dataclasses.replace(x, k_mean=k_mean)
+    return x if has_likeness else dataclasses.replace(x, is_centred=False)
 
 
 def _pool(
@@ -117,4 +109,4 @@ def _with_torch(q: Tensor, k: Tensor, blocks: tuple[int, int]) -> Pooled:
     q_sums, q_likeness = make(q.float(), blocks[0])
     k_sums, k_likeness = make(k, blocks[1])
     lengths = (q.shape[2], k.shape[2])
-    return Pooled(q_sums, k_sums, q_likeness, k_likeness, None, lengths, *blocks)
+    return Pooled(q_sums, k_sums, q_likeness, k_likeness, lengths, *blocks)

@@ -76,29 +76,6 @@ def built_peers() -> list[str]:
     ]
 
 
-def forms() -> list[str]:
-    """Forms of prediction and of the 8-bit exponent beside those that the table had."""
-    name = "sparse_forms_h200.json"
-    report = load(name)
-    titles = {"prediction": "prediction", "8-bit 0.25": "8 bit, a quarter of the blocks",
-              "8-bit dense": "8 bit, all blocks"}  # fmt: skip
-    cells = (
-        [titles[row["part"]], row["form"], *(f"{row[key]:.3f}" for key in ("ms", "again_ms"))]
-        for row in report["rows"]
-        if row["part"] in titles
-    )
-    return [
-        *section("Forms of prediction and of 8-bit attention", report, name),
-        "",
-        f"{report['shape']}, D = 128, times in ms. Every form was compared with float64 and then"
-        " timed twice. *in use* is the form that the path table had until then."
-        " [families/block-sparse.md]"
-        "(families/block-sparse.md#forms-of-prediction-and-of-the-exponent) explains the names.",
-        "",
-        *table(["", "form", "ms", "again"], cells),
-    ]
-
-
 def _ms(ms: float | None) -> str:
     if ms is None:
         return ""

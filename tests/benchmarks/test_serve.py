@@ -366,8 +366,8 @@ def test_rounding_is_what_parts_upstream_from_itself() -> None:
     assert serve_agreement.rounding([upstream]) == 0.0
     upstream["apart"] = greedy([9], 0.25)["apart"]
     limit = serve_agreement.rounding([greedy([7], 0.5), upstream])  # in any part of the run
-    assert limit == 0.25
-    further = greedy([7], 0.5)["together"][:1]
+    assert limit == 0.5  # 7 was ahead by 0.25, and then 9
+    further = greedy([7], 0.75)["together"][:1]
     upstream["together"] = [*upstream["together"][:-1], *further]
     found = serve_agreement.compared(upstream, flag, limit)
     assert found["upstream and flag, together"]["explained"] == serve_agreement.PROMPTS - 1

@@ -22,11 +22,11 @@ from block_sparse_backend.kernels import block_sparse, block_sparse_int8, predic
 from block_sparse_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from block_sparse_backend.launch_params import TABLES
 from block_sparse_backend.plan.predicted import (
+    ORDER_ROWS,
     SCORE_COLS,
     SCORE_ROWS,
     SCORE_STEP,
     SCORE_WARPS,
-    params_of_table,
 )
 from block_sparse_backend.variants import masks
 from tests.offline import TARGETS, Report, compile_kernel, dump, measure
@@ -52,15 +52,11 @@ def cases(arch: str) -> Iterator[Case]:
         if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
             yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
     if arch == "sm90":
-        for name, is_packed in (("biased", False), ("biased, packed sequences", True)):
-            name = f"int8 per_warp e4m3, {name}"
-            biased = {"exponent": "biased", "is_packed": is_packed}
-            yield _int8(arch, name, "per_warp", masks.causal, True, **biased)
+        name = "int8 per_warp e4m3, packed sequences"
+        yield _int8(arch, name, "per_warp", masks.causal, True, is_packed=True)
     yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
     if not nvidia:
         yield _int8(arch, "int8 per_thread 16-bit values", "per_thread", masks.causal, False)
-        name = "int8 per_warp 16-bit values, biased"
-        yield _int8(arch, name, "per_warp", masks.causal, False, exponent="biased")
     if arch in ("sm90", "sm100") or not nvidia:
         yield from _small_kernels(arch, 128 if nvidia else 64, nvidia)
     if arch == "sm90":
@@ -114,7 +110,6 @@ def _int8(
     groups: str,
     mask: masks.Mask,
     is_fp8: bool,
-    exponent: str = "scaled",
     is_packed: bool = False,
 ) -> Case:
     kernels = block_sparse_int8
@@ -129,9 +124,7 @@ def _int8(
         "STAGES": stages,
         "HAS_PARTIAL": True,
         "P_LOG2": math.log2(448.0) if is_fp8 else 0.0,
-        "EXPONENT": exponent,
-        "query_scales": getattr(kernels, f"{groups}_queries"),
-        "key_scales": getattr(kernels, f"{groups}_keys"),
+        "PER_THREAD": groups == "per_thread",
         "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
         "mask": mask.kernel,
         **({} if is_packed else {"sequences_ptr": None}),
@@ -150,11 +143,7 @@ def _int8(
 
 
 def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
-    """Quantisers and prediction for blocks of so many keys, and for values in e4m3 or 16 bits.
-
-    Products and searches that no table of the architecture chooses are left out.
-    """
-    prediction = params_of_table(load_table(TABLES, TARGETS[arch][1], directory=CONFIGS))
+    """Quantisers and prediction for blocks of so many keys, and for values in e4m3 or 16 bits."""
     heads = {"HEADS": 24, "D": 128}
     half = {"x_ptr": "*bf16", "k_ptr": "*bf16", "q_ptr": "*bf16", "v_ptr": "*bf16"}
     stats = quantise.column_stats_kernel
@@ -191,31 +180,22 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
         sizes = {"BLOCK": block_n, "STEP": 16}
         yield name, predict.pool_kernel, half, heads | sizes | flags, {"num_warps": 1}
     blocks = {"HEADS": 24, "GROUP": 1, "BLOCK_M": 64, "BLOCK_N": block_n, "IS_CAUSAL": True}
-    exact = "tf32x3" if is_fp8 else "ieee"
-    for name, product, centre in (
-        ("score", exact, "mean"),
-        ("score fp16x3", "fp16x3", "middle"),
-    ):
+    for centred in (False, True):
         sizes = {"ROWS": SCORE_ROWS, "COLS": SCORE_COLS, "STEP": SCORE_STEP, "D": 128}
-        if product == "fp16x3" != prediction.product:
-            continue
-        flags = {"PRECISION": product, "CENTRE": centre}
-        kernel = predict.score_kernel
-        yield name, kernel, {}, blocks | sizes | flags, {"num_warps": SCORE_WARPS}
+        flags = {"IS_CENTRED": centred}
+        name = "score of centred keys" if centred else "score"
+        warps = {"num_warps": SCORE_WARPS}
+        yield name, predict.score_kernel, {}, blocks | sizes | flags, warps
     for name, is_cdf in (
         ("cdf", True),
         ("topk", False),
-        ("cdf in logits", True),
-        ("topk in logits", False),
         ("cdf of each head", True),
     ):
-        if name.endswith("logits") and prediction.search != "logits":
-            continue
         flags = {"WIDTH": 1024, "IS_CDF": is_cdf, "HAS_SINK": False, "HAS_LIKENESS": is_cdf}
-        flags |= {"IN_LOGITS": name.endswith("logits"), "PER_HEAD": name.endswith("head")}
+        flags |= {"PER_HEAD": name.endswith("head")}
         select = predict.select_blocks_kernel
         yield f"select_blocks {name}", select, {"amount": "fp32"}, blocks | flags, {"num_warps": 1}
-    sizes = {"HEADS": 24, "BLOCK": 64, "STEP": 64}
+    sizes = {"HEADS": 24, "BLOCK": ORDER_ROWS}
     yield "order_rows", predict.order_rows_kernel, {}, sizes, four
 
 

@@ -39,7 +39,7 @@ def test_what_is_chosen_fits_and_does_not_spill(arch: str) -> None:
 
 
 def test_three_8_bit_programs_share_an_sm() -> None:
-    for form in ("", ", biased"):
+    for form in ("", ", packed sequences"):
         line = COMMITTED["sm90"][f"int8 per_warp e4m3{form}"]
         assert line["registers"] <= 168 and 3 * (line["shared"] + 1024) <= 228 << 10
 

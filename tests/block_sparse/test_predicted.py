@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from backend_core.tables.select import load_table
-from backend_core.target import KNOWN_TARGETS
 from block_sparse_backend import reference
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.drop_ins import sageattention, spargeattn
-from block_sparse_backend.launch_params import TABLES, Int8Params, PredictionParams
 from block_sparse_backend.plan import predicted
 from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences, work_list
 from block_sparse_backend.plan.choice import Choice
@@ -187,30 +183,21 @@ def test_prediction_while_quantising(
     pooled += [pool(q, k, blocks, choice.has_likeness, path) for path in ("torch", "triton")]
     for name in ("q_sums", "k_sums", "q_likeness", "k_likeness"):
         made = [getattr(x, name) for x in pooled]
-        if pooled[2].k_mean is not None and name == "k_sums":  # they still have their mean
+        if not pooled[2].is_centred and name == "k_sums":  # they still have their mean
             count = (N - torch.arange(made[2].shape[2], device=device) * blocks[1]).clamp(max=32)
-            made[2] = made[2] - count[:, None] * pooled[2].k_mean[:, :, None]
+            made[2] = made[2] - count[:, None] * k.float().mean(2, keepdim=True)
         for x in made:
             assert x is None or torch.allclose(x, made[1], rtol=1e-4, atol=1e-3), name
 
 
-FORMS = {
-    "exact": PredictionParams(),
-    "middle": PredictionParams(centre="middle"),
-    "fp16x3": PredictionParams("fp16x3", "middle"),
-}
-
-
-@pytest.mark.parametrize("name", list(FORMS))
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_scores_beside_float64(name: str, is_causal: bool, seed: int, device: torch.device) -> None:
+def test_scores_beside_float64(is_causal: bool, seed: int, device: torch.device) -> None:
     """Keys have a common part ten times as large as what tells them apart. Rows may differ by a
     number each. The bound is the format's rounding of both factors, over their lengths."""
     q, k, _ = inputs((2, 140, 64), (1, 700, 64), seed=seed, device=device)
     k = k + 10 * torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(seed)).to(k)
-    x = pool(q, k, (16, 32), False, "triton", FORMS[name].centre)
-    assert (x.k_mean is None) == (name != "exact")
-    got = predicted.scores(x, is_causal, 0.25, FORMS[name])[..., :22].cpu().double()
+    x = pool(q, k, (16, 32), False, "triton")
+    got = predicted.scores(x, is_causal, 0.25)[..., :22].cpu().double()
     middle = 11 * 32
 
     def means(t: Tensor, block: int) -> Tensor:
@@ -227,73 +214,6 @@ def test_scores_beside_float64(name: str, is_causal: bool, seed: int, device: to
     gap = (gap - gap[..., :1])[..., seen]
     share = gap.abs() / (room + room[..., :1])[..., seen].clamp(min=room.mean())
     assert float(share.max()) < 2.0**-16
-
-
-def test_a_table_turns_forms_on(tmp_path: Path) -> None:
-    """Its section and the row's key reach the parameters; this table has neither on."""
-    target = KNOWN_TARGETS["B200"]
-    folder = tmp_path / "block_sparse"
-    folder.mkdir()
-    shipped = Path(__file__).parents[2] / "configs/block_sparse" / f"{target.key}.toml"
-    text = shipped.read_text(encoding="utf-8")
-
-    def params() -> Int8Params:
-        rows = load_table(TABLES, target, directory=tmp_path).rows
-        row = next(row for row in rows if row.operator == "block_sparse_int8")
-        assert isinstance(row.params, Int8Params)
-        return row.params
-
-    (folder / shipped.name).write_text(text)
-    assert params().exponent == "scaled" and params().prediction == PredictionParams()
-    row = 'operator = "block_sparse_int8"'
-    before, after = text.split(row)
-    changed = before + row + after.replace("[path.params]", '[path.params]\nexponent = "biased"', 1)
-    section = '\n[prediction]\nproduct = "fp16x3"\norder_step = 256\n'
-    (folder / shipped.name).write_text(changed + section)
-    want = PredictionParams("fp16x3", order_step=256)
-    assert params().exponent == "biased" and params().prediction == want
-    (folder / shipped.name).write_text(text + "\n[prediction]\norder_step = 48\n")
-    with pytest.raises(ValueError, match="order_step must be 64 or 256, got 48"):
-        params()
-
-
-@pytest.mark.parametrize("amount", [{"cdf": 0.7}, {"topk": 0.3}])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("min_likeness", [-0.1, 0.06])
-def test_both_searches_make_the_same_plan(
-    amount: dict[str, float],
-    is_causal: bool,
-    min_likeness: float,
-    seed: int,
-    device: torch.device,
-) -> None:
-    """With rows that have none and keys that are the same. Of blocks whose logits differ in their
-    last bits alone, which keys that are the same may have on a CPU, weights may not tell them apart
-    while logits do: one search then keeps a block that the other leaves."""
-    q, k, _ = inputs((2, 64, 64), (1, 600, 64), seed=seed, device=device)
-    k[0, 0, 160:320] = k[0, 0, :160]  # ties
-    q[0, 1, 40] = torch.nan
-    plans = [
-        predicted.predict(
-            4 * q, k, **amount, is_causal=is_causal, min_likeness=min_likeness,
-            block_m=16, block_n=16, path="triton", params=params,
-        )
-        for params in (PredictionParams(), PredictionParams(search="logits", order_step=256))
-    ]  # fmt: skip
-    blocks = [kept(plan) for plan in plans]
-    tiles = torch.nn.functional.pad(k[0, 0].double(), (0, 0, 0, 8)).view(38, 16, 64).sum(1)
-    tiles /= torch.tensor([16.0] * 37 + [8.0], device=device)[:, None]
-    logits = (4 * q[0].double().view(2, 4, 16, 64).mean(2) @ tiles.T / 8).view(8, 38)
-    differ = [row for row in range(8) if blocks[0][row] != blocks[1][row]]
-    for row in differ:
-        for block in set(blocks[0][row]) ^ set(blocks[1][row]):
-            apart = (logits[row] - logits[row, block]).abs()
-            assert apart.sort().values[1] < 1e-5, (row, block)
-    assert len(differ) <= 4
-    if not differ:
-        for name in ("rows", "work", "sequences"):
-            assert torch.equal(*(getattr(plan, name) for plan in plans)), name
-    assert 0 < sum(map(len, blocks[0])) < len(blocks[0]) * 38
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from backend_core.testing.numerics import relative_error
 from block_sparse_backend import reference
-from block_sparse_backend.dense8.triton import attention_kernel
-from block_sparse_backend.launch_params import Int8Params
+from block_sparse_backend.launch_params import TritonParams
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.sage import quantised_attention
-from block_sparse_backend.spec import QuantisedSpec
 from block_sparse_backend.testing.cases import (
     BLOCKS,
     assert_matches,
@@ -92,41 +90,32 @@ def test_kernel_is_the_product_of_what_was_quantised(seed: int, device: torch.de
     assert relative_error(got[0].cpu(), want[0]) < 1e-3
 
 
+@pytest.mark.parametrize("groups", ["per_warp", "per_thread"])
 @pytest.mark.parametrize("fp8_values", [True, False])
 @pytest.mark.parametrize("m", [M, 120])
-def test_exponents(fp8_values: bool, m: int, seed: int, device: torch.device) -> None:
-    """Either form of the exponent is the same attention, also of rows that see nothing; logits are
-    some hundreds wide here, where a bias costs the most."""
+def test_wide_logits(
+    groups: Literal["per_warp", "per_thread"],
+    fp8_values: bool,
+    m: int,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Logits are some hundreds wide, where what is rounded off the exponent costs the most; some
+    rows see nothing."""
     q, k, v = offset_inputs(seed, device, m)
     q = 4 * q
     plan = intervals.causal(m, N, 2, **BLOCKS, device=device)
-    x = sage.quantise(q, k, v, SageMode(fp8_values=fp8_values), 0.125, 32, "triton")
+    x = sage.quantise(q, k, v, SageMode(groups, fp8_values=fp8_values), 0.125, 32, "triton")
     q8, k8, v8 = (t.cpu() for t in sage.dequantised(x))
     k8 = k8 - x.k_mean.cpu()[:, :, None]  # the shift of the LSE is of the queries as they came
     want = reference.attention(q8, k8, v8, causal_seen(m, N), 0.125)
     want = (want[0], want[1] + x.shift.cpu())
-    # three steps of q8 k8^T, in logits: what a biased exponent may be rounded by
+    # three steps of q8 k8^T, in logits: what is rounded off
     unit = 3 * 0.125 * float(x.q_scale.max() * x.k_scale.max())
-    found = []
-    forms: tuple[Literal["scaled", "biased"], ...] = ("scaled", "biased")
-    for form in forms:
-        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device=device)
-        params = Int8Params(**BLOCKS, num_warps=4, num_stages=2, exponent=form)
-        quantised_run(x, plan, params)(x, plan, 0.125, out, lse)
-        assert_matches((out, lse), want, (6e-2 if fp8_values else 2e-3, 1e-3 + unit))
-        found.append((out, lse))
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=1e-4 + unit)
-    gap = relative_error(found[1][0], found[0][0])
-    # a weight near the middle of two e4m3 values may fall either way
-    assert gap < (1e-2 if fp8_values else 2e-3)
-
-
-def test_modes_without_a_block_scale_take_no_other_exponent() -> None:
-    """Their kernels would multiply scores by the wrong scale."""
-    for mode in (SageMode("per_thread"), SageMode()):
-        params = Int8Params(64, 128, 4, 2, exponent="biased")
-        launch = attention_kernel(params, QuantisedSpec(mode, block_m=64))
-        assert launch._kwargs["EXPONENT"] == ("biased" if mode == SageMode() else "scaled")
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device=device)
+    params = TritonParams(**BLOCKS, num_warps=4, num_stages=2)
+    quantised_run(x, plan, params)(x, plan, 0.125, out, lse)
+    assert_matches((out, lse), want, (6e-2 if fp8_values else 2e-3, 1e-3 + unit))
 
 
 def test_canary_without_the_lse_shift(seed: int, device: torch.device) -> None:

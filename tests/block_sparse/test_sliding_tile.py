@@ -11,7 +11,7 @@ from torch import Tensor
 from block_sparse_backend import reference
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.plan.sliding_tile import sliding_tile
-from block_sparse_backend.plan.token_order import Box, hilbert_order, tile_order
+from block_sparse_backend.plan.token_order import Box, tile_order
 from block_sparse_backend.testing.cases import assert_matches, elements_seen, inputs
 
 CPU = torch.device("cpu")
@@ -76,20 +76,3 @@ def test_even_windows_are_decided_by_the_caller() -> None:
         sliding_tile(order, [(3, 1, 3)] * 3, 2, block_m=32, block_n=32)
     with pytest.raises(ValueError, match="multiple of 64 and 32, got 32"):
         sliding_tile(order, [(3, 1, 3)], 2, block_m=64, block_n=32)
-
-
-@settings(max_examples=20, deadline=None)
-@given(boxes)
-def test_hilbert_order_is_a_permutation_with_its_inverse(canvas: Box) -> None:
-    order, inverse = hilbert_order(canvas, CPU)
-    tokens = canvas[0] * canvas[1] * canvas[2]
-    assert torch.equal(order.sort().values, torch.arange(tokens))
-    assert torch.equal(order[inverse], torch.arange(tokens))
-
-
-@pytest.mark.parametrize("side", [2, 4, 8])
-def test_hilbert_steps_of_a_cube_are_of_one_token(side: int) -> None:
-    order, _ = hilbert_order((side,) * 3, CPU)
-    axes = torch.meshgrid(*[torch.arange(side)] * 3, indexing="ij")
-    place = torch.stack(axes, -1).view(-1, 3)[order]
-    assert bool((place.diff(dim=0).abs().sum(1) == 1).all())

@@ -54,10 +54,13 @@ def all_cases() -> Cases:
         for amount in ({"cdf": 0.7}, {"topk": 0.3}):
             causal = "causal" if is_causal else "dense"
             name = f"predict: {causal}, {next(iter(amount))}"
-            cases[name] = lambda a=amount, c=is_causal: _predicted(a, c)  # type: ignore[misc]
+            cases[name] = lambda a=amount, c=is_causal: _predicted(a, c, 0.3)  # type: ignore[misc]
     # several blocks in each lane, and the head size whose mean takes the widest stores
     many = {"queries": 20, "keys": 16 * 200 - 5, "block_m": 16, "block_n": 16, "dim": 128}
-    cases["predict: 200 blocks, topk"] = lambda: _predicted({"topk": 0.1}, False, **many)
+    for name, least in (("topk", -0.1), ("topk, likenesses", 0.3)):
+        cases[f"predict: 200 blocks, {name}"] = lambda least=least: _predicted(  # type: ignore[misc]
+            {"topk": 0.1}, False, least, **many
+        )
     return {name: lambda target, run=run: run() for name, run in cases.items()}  # type: ignore[misc]
 
 
@@ -147,13 +150,15 @@ def _quantised(mode: SageMode) -> Answer:
 def _predicted(
     amount: dict[str, float],
     is_causal: bool,
+    min_likeness: float,
     queries: int = 80,
     keys: int = 200,
     block_m: int = 64,
     block_n: int = 64,
     dim: int = 64,
 ) -> Answer:
-    """The kernels' choice of blocks is torch's, and attention over it is float64's."""
+    """The kernels' choice of blocks is torch's, and attention over it is float64's. No block is
+    below a likeness under 0, so nobody asks for likenesses then."""
     generator = torch.Generator().manual_seed(7)
     q, k = (
         torch.randn(1, heads, -(-tokens // 16), dim, generator=generator).repeat_interleave(16, 2)[
@@ -163,7 +168,7 @@ def _predicted(
     )
     q, k = ((2 * x + 0.2 * torch.randn(x.shape, generator=generator)).half() for x in (q, k))
     v = torch.randn(k.shape, generator=generator).half()
-    options: dict[str, Any] = amount | {"is_causal": is_causal, "min_likeness": 0.3}
+    options: dict[str, Any] = amount | {"is_causal": is_causal, "min_likeness": min_likeness}
     options |= {"keep_first": True}
     options |= {"block_m": block_m, "block_n": block_n}
     plan = predicted.predict(q, k, **options)
