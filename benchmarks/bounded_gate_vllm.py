@@ -8,8 +8,8 @@ The engine runs in its default mode: its own graphs and prefix caching. ``pair``
 each, upstream and the flag:
 
 - k3_small, glm_small, beside each other, since nothing is timed: greedy tokens of 64 prompts of
-  mixed lengths, all at once and 16 of them one after the other; then of prompts that reach over
-  blocks of the prefix cache, again from it and with other ends.
+  mixed lengths, all at once and one after the other; then of prompts that reach over blocks of the
+  prefix cache, again from it and with other ends.
 - k3, one after the other: Kimi-K3's hidden size, its 96 heads of 128 channels and its MLA, with a
   small dense MLP. Prefill calls, and by the profiler the time in which the GPU runs what its KDA
   layers launch in such a call, with and without their projections.

@@ -21,7 +21,7 @@ Parts of ``run``, on one load of the model:
 - shared: a step of 64 sequences behind one prompt of 8k.
 - mixed: 48 requests of 300 to 5,000 tokens, 32 to 127 out, all at once, twice after one that is not
   timed.
-- tokens: greedy ones for 64 prompts, all at once and 16 of them one after the other.
+- tokens: greedy ones for 64 prompts, all at once and one after the other.
 - long_tokens, only where it is named: those for 16 prompts of 4,096 to 9,000 tokens, again from the
   prefix cache, and with other ends.
 - profile: kernels, how busy the GPU is, and Python functions.

@@ -157,7 +157,7 @@ def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = Non
                 raise ValueError("expected prompts that resume from the prefix cache, got none")
         return found
 
-    side.part(name, 8, work)
+    side.part(name, 15, work)
     if name in side.data:
         side.data[f"{name}_summary"] = serve_agreement.collapse(side.data[name])
         say(f"{name}: {side.data[f'{name}_summary']}")
