@@ -83,8 +83,8 @@ def score_kernel(
     """scores float32 [B, H, tiles, pitch] of mean queries and mean keys, base 2.
 
     Without IS_CENTRED the mean of the block in the middle is taken out of all keys, which changes
-    all scores of a row alike. Factors have 22 bits, in three products of fp16; a mean of 65,504 or
-    more has no score.
+    all scores of a row alike. Factors, the queries' with the scale in them, have 22 bits in three
+    products of fp16; with one of 65,504 or more there is no score.
     Grid: (tiles over ROWS, blocks over COLS, B * H); what no query of a tile sees is not written.
     """
     i_r, i_c, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)

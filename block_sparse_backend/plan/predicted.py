@@ -57,7 +57,9 @@ def predict(
 ) -> BlockPlan:
     """The blocks that most of the attention is predicted to lie in, for each head.
 
-    What all keys share is subtracted from them, by which no softmax over keys changes.
+    What all keys share is subtracted from them, by which no softmax over keys changes. In Triton a
+    tile or a block has no score, and is kept, where a channel of what is left of its mean key, or
+    of its mean query times ``scale`` log2(e), is 65,504 or more.
     No value is read on the host, so the prediction can be captured in a CUDA graph.
 
     Args:

@@ -270,6 +270,18 @@ def test_blocks_without_a_score_are_kept(
         assert min_likeness > 0 or len(first) == 3
 
 
+def test_means_beyond_fp16(seed: int, device: torch.device) -> None:
+    """What all keys share has no part in a score; of one tile's mean alone there is none."""
+    q, k, _ = (x.bfloat16() for x in inputs((1, 64, 64), (1, 256, 64), seed=seed, device=device))
+    asked: dict[str, Any] = {"topk": 0.3, "block_m": 32, "block_n": 32, "path": "triton"}
+    k[..., 5] = 0.0
+    want = kept(predicted.predict(q, k, **asked))
+    k[..., 5] = 2.0**17
+    assert kept(predicted.predict(q, k, **asked)) == want and len(want[1]) == 3
+    q[0, 0, 32:, 5] = 2.0**20
+    assert kept(predicted.predict(q, k, **asked)) == [want[0], list(range(8))]
+
+
 @pytest.mark.parametrize("path", ["torch", "triton"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_over_a_prediction(
