@@ -3,10 +3,11 @@
     python benchmarks/bench_dsv4_attention.py --peers FOLDER \
         --output benchmarks/results/dsv4_attention_h200.json
 
-Decode: one query token per request, a window of 128 rows from one cache and ``topk`` rows from
-another, both of 584-byte records in pages of 64, in random order; sinks; bf16 output and natural
-LSE. Prefill: 4,096 query tokens, each with 128 + ``topk`` rows: FlashMLA over rows of bf16 that
-were gathered and dequantised before (not timed), ours over such rows and over the records.
+Decode: one query token per request, a window of 128 rows from one cache and the rows of a
+``Layer`` from another, all of 584-byte records in random order; sinks; bf16 output and natural LSE.
+Layers of ratio 4 are timed in all variants, the others as the path table runs them. Prefill: each
+query token with 128 + 512 rows: FlashMLA over rows of bf16 that were gathered and dequantised
+before (not timed), ours over such rows and over the records.
 
 FlashMLA decodes 64 or 128 heads on Hopper, so fewer are padded to 64, as vLLM does; its prefill
 takes 8, 16 and 32. FOLDER holds ``vllm/_flashmla_C.abi3.so`` of the wheel vllm 0.33.0, whose
@@ -31,7 +32,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,13 +60,34 @@ REPLAYS = 7
 WINDOW = 128
 HEADS = (8, 16, 32, 64)
 BATCHES = (1, 16, 64, 128)
-TOPKS = (512, 1024)
-PREFILL_TOKENS = 4096
-PREFILL_HEADS = (16, 32)
-POOL_PAGES = 16384
+OTHER_BATCHES = (1, 4, 16, 64, 128)
+PREFILLS = ((4096, 16), (4096, 32), (512, 8), (512, 16), (512, 32))
+"""(query tokens, heads)"""
+POOL_ROWS = 1 << 20
 CHECK_SECONDS = 100.0
 CHECKED = [(64, 128, [128, 0, 7, 65]), (64, 512, [512, 0, 33, 1])]
 """Of a check's caches the page size, the length of the lists, and how many entries count."""
+
+
+class Layer(NamedTuple):
+    """The second cache of a layer, and the lists into it."""
+
+    name: str
+    page_size: int
+    """Rows of a page; 0 where the layer attends to its window alone."""
+    topk: int
+    mixed: bool = False
+    """Whether 1 to ``topk`` entries count, in equal measure on a logarithmic scale."""
+
+
+LAYERS = (Layer("ratio 4", 64, 512), Layer("ratio 4", 64, 1024))
+OTHER_LAYERS = (
+    Layer("ratio 4, mixed", 64, 1024, mixed=True),
+    Layer("ratio 128", 2, 64),
+    Layer("ratio 128", 2, 1024),
+    Layer("ratio 128, mixed", 2, 1024, mixed=True),
+    Layer("window", 0, 0),
+)
 Variant = tuple[str, str | None, dict[str, Any], int | None]
 """(name, path or the table's, parameters that are not the table's, splits or the plan's)."""
 
@@ -152,7 +174,7 @@ def row_fault(heads: int, variant: Variant) -> str | None:
 def faults(processes: int) -> list[str]:
     """What is wrong, of every variant that will be timed; they are compiled meanwhile."""
     tasks = [("decode", n, variant) for n in HEADS for variant in variants_of(n)]
-    for n in PREFILL_HEADS:
+    for n in sorted({heads for _, heads in PREFILLS}):
         tasks += [("rows", n, ("ours", None, {}, None)), ("rows", n, ("", "triton", {}, None))]
         tasks += [("records", n, v) for v in variants_of(n) if v[3] is None]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -163,26 +185,32 @@ def faults(processes: int) -> list[str]:
 class DecodeCase:
     """One step of requests, with several index lists over one pool of pages."""
 
-    def __init__(self, heads: int, batch: int, topk: int) -> None:
-        self.heads, self.batch, self.topk = heads, batch, topk
-        self.row_bytes = batch * (WINDOW + topk) * 584
-        self.bytes = self.row_bytes + batch * heads * 2 * 1024
-        count = max(1, min(MAX_LISTS, 1 + int(COLD_BYTES / self.row_bytes)))
-        self.caches = [_pool(), _pool()]
+    def __init__(self, heads: int, batch: int, layer: Layer) -> None:
+        self.heads, self.batch, self.layer = heads, batch, layer
+        generator = torch.Generator().manual_seed(0)
+        own = torch.full((batch,), WINDOW, dtype=torch.int32)
+        extra = torch.full((batch,), layer.topk, dtype=torch.int32)
+        if layer.mixed:
+            extra = torch.exp2(
+                torch.rand(batch, generator=generator) * math.log2(layer.topk + 1)
+            ).int()
+        row_bytes = int(own.sum() + extra.sum()) * 584
+        self.bytes = row_bytes + batch * heads * 2 * 1024
+        self.lengths, self.extra_lengths = own.cuda(), extra.cuda()
+        count = max(1, min(MAX_LISTS, 1 + int(COLD_BYTES / row_bytes)))
 
         def indices(width: int) -> list[torch.Tensor]:
             shape = (count, batch, 1, width)
-            return list(torch.randint(0, POOL_PAGES * 64, shape, device="cuda", dtype=torch.int32))
+            return list(torch.randint(0, POOL_ROWS, shape, device="cuda", dtype=torch.int32))
 
-        self.lists = list(zip(indices(WINDOW), indices(topk), strict=True))
-        self.lengths = torch.full((batch,), WINDOW, dtype=torch.int32, device="cuda")
-        self.extra_lengths = torch.full((batch,), topk, dtype=torch.int32, device="cuda")
+        self.cache, self.own = _pool(64), indices(WINDOW)
+        self.extra_cache, self.extra = _pool(layer.page_size), indices(layer.topk)
         self.q = torch.randn(batch, 1, heads, 512, device="cuda").bfloat16()
         self.sinks = torch.randn(heads, device="cuda")
         self.result: tuple[torch.Tensor, ...] = ()
 
     def ours(self, variant: Variant) -> list[Call]:
-        spec = SparseMlaSpec(self.heads, page_size=64, extra_page_size=64)
+        spec = SparseMlaSpec(self.heads, page_size=64, extra_page_size=self.layer.page_size)
         chosen = selection_of(spec, variant)
         out = torch.full_like(self.q, math.nan)
         lse = torch.full(self.q.shape[:3], math.nan, device="cuda")
@@ -190,12 +218,15 @@ class DecodeCase:
         self.result = (out, lse)
 
         def call(own: torch.Tensor, extra: torch.Tensor) -> None:
+            second = None
+            if self.layer.topk:
+                second = NamedRows(self.extra_cache, extra, self.extra_lengths)
             sparse_mla(
                 self.q,
-                NamedRows(self.caches[0], own, self.lengths),
+                NamedRows(self.cache, own, self.lengths),
                 chosen,
                 scale=SCALE,
-                extra=NamedRows(self.caches[1], extra, self.extra_lengths),
+                extra=second,
                 sinks=self.sinks,
                 out=out,
                 lse=lse,
@@ -203,47 +234,52 @@ class DecodeCase:
                 scratch=scratch,
             )
 
-        return [functools.partial(call, own, extra) for own, extra in self.lists]
+        return [functools.partial(call, *lists) for lists in zip(self.own, self.extra, strict=True)]
 
     def flashmla(self) -> list[Call]:
-        ops = torch.ops._flashmla_C
+        decode = torch.ops._flashmla_C.sparse_decode_fwd
         padded = 64 if self.heads <= 64 else 128
         q = torch.zeros(self.batch, 1, padded, 512, dtype=torch.bfloat16, device="cuda")
         q[:, :, : self.heads] = self.q
         sinks = torch.zeros(padded, device="cuda")
         sinks[: self.heads] = self.sinks
         out = torch.empty_like(q)
-        own_cache, extra_cache = (cache.unsqueeze(-2) for cache in self.caches)
-        own, extra = self.lists[0]
-        options = (self.extra_lengths, 512, SCALE, out, False)
-        first, second = (q, own_cache, own, self.lengths, sinks), (extra_cache, extra)
-        plan = ops.sparse_decode_fwd(*first, None, None, *second, *options)[2:4]
+        cache, extra_cache = self.cache.unsqueeze(-2), self.extra_cache.unsqueeze(-2)
 
-        def call(own: torch.Tensor, extra: torch.Tensor) -> None:
-            first, second = (q, own_cache, own, self.lengths, sinks), (extra_cache, extra)
-            lse = ops.sparse_decode_fwd(*first, *plan, *second, *options)[1]
-            self.result = (out[:, :, : self.heads], lse[:, : self.heads].transpose(1, 2))
+        def run(own: torch.Tensor, extra: torch.Tensor, plan: tuple[Any, ...]) -> tuple[Any, ...]:
+            second = (extra_cache, extra, self.extra_lengths)
+            options = second if self.layer.topk else (None, None, None)
+            result = decode(
+                q, cache, own, self.lengths, sinks, *plan, *options, 512, SCALE, out, False
+            )
+            self.result = (out[:, :, : self.heads], result[1][:, : self.heads].transpose(1, 2))
+            return tuple(result)
 
-        return [functools.partial(call, own, extra) for own, extra in self.lists]
+        plan = run(self.own[0], self.extra[0], (None, None))[2:4]
+        return [
+            functools.partial(run, *lists, plan) for lists in zip(self.own, self.extra, strict=True)
+        ]
 
 
 @functools.cache
-def _pool(pages: int = POOL_PAGES) -> torch.Tensor:
-    """A cache of records of random numbers."""
-    few = cases.write_records(torch.randn(256, 64, 512, device="cuda"))
-    memory = few.as_strided((256, few.stride(0)), (few.stride(0), 1))
-    whole = memory.repeat(-(-pages // 256), 1)[:pages].contiguous()
-    return whole.as_strided((pages, 64, 584), few.stride())
+def _pool(page_size: int) -> torch.Tensor:
+    """A cache of ``POOL_ROWS`` records of random numbers; of 1 row for a page size of 0."""
+    size, rows = (page_size, POOL_ROWS) if page_size else (1, 1)
+    pages = rows // size
+    few = cases.write_records(torch.randn(min(pages, 16384 // size), size, 512, device="cuda"))
+    memory = few.as_strided((len(few), few.stride(0)), (few.stride(0), 1))
+    whole = memory.repeat(pages // len(few), 1)
+    return whole.as_strided((pages, size, 584), few.stride())
 
 
-def time_decode(heads: int, batch: int, topk: int, peers: bool) -> dict[str, Any]:
-    """One row: every variant and the peer, each compared with ours."""
-    case = DecodeCase(heads, batch, topk)
+def time_decode(heads: int, batch: int, layer: Layer, peers: bool) -> dict[str, Any]:
+    """One row: the variants and the peer, each compared with ours."""
+    case = DecodeCase(heads, batch, layer)
     times: dict[str, float] = {}
     first: torch.Tensor | None = None
     agree: dict[str, float] = {}
-    for variant in variants_of(heads):
-        if variant[3] is not None and variant[3] > 2 + (WINDOW + topk) // 64:
+    for variant in variants_of(heads) if layer in LAYERS else variants_of(heads)[:1]:
+        if variant[3] is not None and variant[3] > 2 + (WINDOW + layer.topk) // 64:
             continue
         try:
             calls = case.ours(variant)
@@ -262,16 +298,15 @@ def time_decode(heads: int, batch: int, topk: int, peers: bool) -> dict[str, Any
         if first is not None:
             agree["flashmla"] = relative_error(case.result[0].float(), first)
     return {
-        "phase": "decode", "heads": heads, "batch": batch, "topk": topk, "bytes": case.bytes,
-        "times": times, "disagreement": agree,
+        "phase": "decode", "layer": layer.name, "heads": heads, "batch": batch, "topk": layer.topk,
+        "bytes": case.bytes, "times": times, "disagreement": agree,
     }  # fmt: skip
 
 
-def time_prefill(heads: int, topk: int, peers: bool) -> dict[str, Any]:
-    """4,096 tokens over a pool of rows that fits L2, as the last tokens of a prompt have it."""
-    tokens, width = PREFILL_TOKENS, WINDOW + topk
-    pages = 128
-    cache = _pool(256)[:pages]
+def time_prefill(tokens: int, heads: int, topk: int, peers: bool) -> dict[str, Any]:
+    """Over a pool of rows that fits L2, as the last tokens of a prompt have it."""
+    width, pages = WINDOW + topk, 128
+    cache = _pool(64)[:pages]
     rows = reference.read_records(cache).view(-1, 512).bfloat16()
     q = torch.randn(tokens, 1, heads, 512, device="cuda").bfloat16()
     indices = torch.randint(0, pages * 64, (tokens, 1, width), device="cuda", dtype=torch.int32)
@@ -312,7 +347,7 @@ def time_prefill(heads: int, topk: int, peers: bool) -> dict[str, Any]:
         first = result if first is None else first
         agree[name] = relative_error(result, first)
     return {
-        "phase": "prefill", "heads": heads, "batch": tokens, "topk": topk,
+        "phase": "prefill", "layer": "ratio 4", "heads": heads, "batch": tokens, "topk": topk,
         "bytes": rows.nbytes + 2 * q.nbytes, "times": times, "disagreement": agree,
     }  # fmt: skip
 
@@ -321,6 +356,7 @@ def finished(row: dict[str, Any], rate: float) -> dict[str, Any]:
     times = row["times"]
     return {
         "phase": row["phase"],
+        "layer": row["layer"],
         "heads": row["heads"],
         "batch": row["batch"],
         "topk": row["topk"],
@@ -356,17 +392,18 @@ def main() -> None:
     def record(row: dict[str, Any]) -> None:
         rows.append(row)
         shown = " ".join(f"{name}={t:.1f}" for name, t in row["times"].items())
-        print(f"{row['phase']} h{row['heads']} b{row['batch']} k{row['topk']}"
+        print(f"{row['phase']} {row['layer']} h{row['heads']} b{row['batch']} k{row['topk']}"
               f" floor={row['bytes'] / rate / 1e3:.1f} {shown}", flush=True)  # fmt: skip
         if arguments.output:
             document["rows"] = [finished(row, rate) for row in rows]
             write_record(arguments.output, document)
 
     peers = arguments.peers is not None
-    for heads, batch, topk in itertools.product(HEADS, BATCHES, TOPKS):
-        record(time_decode(heads, batch, topk, peers))
-    for heads in PREFILL_HEADS:
-        record(time_prefill(heads, 512, peers))
+    for layers, batches in ((OTHER_LAYERS, OTHER_BATCHES), (LAYERS, BATCHES)):
+        for heads, batch, layer in itertools.product(HEADS, batches, layers):
+            record(time_decode(heads, batch, layer, peers))
+    for tokens, heads in PREFILLS:
+        record(time_prefill(tokens, heads, 512, peers))
     print(f"{time.perf_counter() - begin:.0f} s")
 
 

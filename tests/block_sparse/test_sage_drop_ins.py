@@ -21,6 +21,7 @@ from block_sparse_backend.drop_ins import sageattention, spargeattn
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.sage import default_blocks, packed_attention, quantised_attention
 from block_sparse_backend.testing.cases import causal_seen, inputs, relative_error
+from tests.block_sparse.compiler import compiler
 
 ERROR = 6e-2
 
@@ -54,18 +55,18 @@ def test_what_sageattn_would_ignore_is_refused(device: torch.device) -> None:
 
 @pytest.mark.parametrize("d", [64, 40])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_compiled_code_is_one_graph(layout: str, d: int, seed: int) -> None:
+def test_compiled_code_is_one_graph(layout: str, d: int, seed: int, device: torch.device) -> None:
     """And what it is told of the operator's outputs is so."""
-    q, k, v = inputs((4, 70, d), (2, 90, d), seed=seed, device=torch.device("cpu"))
+    q, k, v = inputs((4, 70, d), (2, 90, d), seed=seed, device=device)
     if layout == "NHD":
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
 
-    def model(q: torch.Tensor) -> torch.Tensor:
+    def model(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = sageattention.sageattn(q + 1, k, v, layout, True, return_lse=True)
-        return out.sum() + lse
+        return out.mT.contiguous() * 2, lse + 1
 
     for dynamic in (False, True):
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        compiled = torch.compile(model, backend=compiler(device), fullgraph=True, dynamic=dynamic)
         torch.testing.assert_close(compiled(q), model(q), rtol=0, atol=0)
     if d == 64:
         heads_first = sageattention.heads_first(layout, q, k, v)
@@ -74,10 +75,10 @@ def test_compiled_code_is_one_graph(layout: str, d: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["spas_sage2_attn_meansim_cuda", "block_sparse_sage2_attn_cuda"])
-def test_sparge_parts_compiled_code_once(name: str, seed: int) -> None:
+def test_sparge_parts_compiled_code_once(name: str, seed: int, device: torch.device) -> None:
     """What calls it is compiled before and after it, and nothing within."""
-    q, k, v = inputs((2, 128, 64), (2, 128, 64), seed=seed, device=torch.device("cpu"))
-    options = {"mask_id": torch.ones(1, 2, 1, 2)} if "block" in name else {}
+    q, k, v = inputs((2, 128, 64), (2, 128, 64), seed=seed, device=device)
+    options = {"mask_id": torch.ones(1, 2, 1, 2, device=device)} if "block" in name else {}
     call = getattr(spargeattn, name)
 
     def model(q: torch.Tensor) -> torch.Tensor:

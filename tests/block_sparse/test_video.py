@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from block_sparse_backend import video
 from block_sparse_backend.testing.cases import relative_error
 from block_sparse_backend.video import VideoAttention
+from tests.block_sparse.compiler import compiler
 from tests.block_sparse.test_sliding_tile import seen_of
 
 CANVAS, TEXT = (4, 6, 7), 9
@@ -116,26 +117,30 @@ def test_a_plan_that_a_capture_makes_serves_no_other_call(
 
 
 @pytest.mark.parametrize("stored", [(0, 1, 2, 3), (0, 2, 1, 3)])
-def test_compiled_code_is_one_graph(stored: tuple[int, ...], seed: int) -> None:
+def test_compiled_code_is_one_graph(
+    stored: tuple[int, ...], seed: int, device: torch.device
+) -> None:
     """Whatever the order of the memory; and what it is told of the operator's output is so."""
-    given = make(seed, torch.device("cpu"))
+    given = make(seed, device)
     q, k, v = (x.permute(stored).contiguous().permute(stored) for x in given)
     for settings in (
         VideoAttention("predicted", topk=0.5),
         VideoAttention("sliding_tile", False, canvas=CANVAS, tile=(2, 3, 4), even_windows="wide"),
     ):
-        compiled = torch.compile(settings.__call__, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(settings.__call__, backend=compiler(device), fullgraph=True)
         torch.testing.assert_close(compiled(q, k, v), settings(q, k, v), rtol=0, atol=0)
         arguments = (q, k, v, None, pickle.loads(pickle.dumps(settings))._text)
         torch.library.opcheck(torch.ops.block_sparse_backend.video_attention, arguments)
 
 
-def test_compiled_code_keeps_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_keeps_plans(
+    seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Dynamo traces through what keeps a function's results, and would make every plan anew."""
     made = []
     plans = video.Plans(lambda device, *key: made.append(key) or video._tile_plan(device, *key))
     monkeypatch.setattr(video, "_tile_plans", plans)
-    q, k, v = make(seed, torch.device("cpu"))
+    q, k, v = make(seed, device)
     settings = VideoAttention("sliding_tile", eight_bit=False, canvas=CANVAS, tile=(2, 3, 4))
     compiled = torch.compile(lambda q: settings(q + 1.0, k, v), backend="eager")
     want = settings(q + 1.0, k, v)
