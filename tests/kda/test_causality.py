@@ -46,7 +46,7 @@ def test_no_single_input_leaks_back(kernels: Backend, seed: int, name: str) -> N
     before, _ = kernels.chunk(case)
     for t in (17, 48):
         changed = getattr(case, name).clone()
-        changed[:, t] = -changed[:, t] + 1.0
+        changed[:, t] += 0.5
         after, _ = kernels.chunk(dataclasses.replace(case, **{name: changed}))
         assert_same_bits(f"output before token {t}", after[:, :t], before[:, :t])
         assert not torch.equal(after[:, t:], before[:, t:])
