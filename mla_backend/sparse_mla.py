@@ -69,7 +69,8 @@ def sparse_mla(
             the LSE; -inf has no effect, +inf gives output 0.
         out: ``[requests, query tokens, heads, 512]`` bf16; lse: ``[requests, query tokens, heads]``
             float32; where to write the results, contiguous.
-        splits: how many programs share a token's rows; by default as many as fill the GPU.
+        splits: how many programs share each token's rows; by default as many as fill the GPU, or
+            all share those of all tokens equally.
         scratch: the memory for splits; by default the device's own.
 
     Returns:

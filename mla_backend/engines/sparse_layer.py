@@ -204,20 +204,19 @@ class SparseLayer:
         """
         selection = self._selections[self._records]
         most = 0
-        variants: dict[tuple[int, int], tuple[int, tuple[int, int]]] = {}
+        variants: dict[tuple[int, ...], tuple[int, tuple[int, int]]] = {}
         for tokens in range(1, self.form.max_tokens + 1):
             if not self.covers("decode", tokens):
                 continue
             for topks in self._widths():
                 grid = tokens * self.form.heads
-                splits = selection.run(grid).splits(tokens, topks)
-                if splits > 1:
-                    most = max(most, tokens * splits)
-                # what a kernel is compiled for: its row of the table, and 2^n splits to merge
-                variant = (id(selection.row(grid)), (splits - 1).bit_length())
+                run = selection.run(grid)
+                splits = run.splits(tokens, topks)
+                most = max(most, run.scratch_rows(tokens, splits))
+                variant = (id(selection.row(grid)), *run.variant(tokens, splits))
                 variants.setdefault(variant, (tokens, topks))
         if most:
-            self._scratch.reserve(most, self.form.heads, HEAD_DIM)
+            self._scratch.reserve(most, 1, HEAD_DIM)
         for tokens, topks in variants.values():
             self._decode_nothing(tokens, topks, device)
         if self.covers("prefill", 1):

@@ -1,7 +1,7 @@
-"""How many programs share one query token's rows, from shapes alone.
+"""How many programs share the rows of query tokens, from shapes alone.
 
 The lists' lengths are the device's; a program finds its share of the blocks that are really there,
-so the plan of a step is this one number, and a CUDA graph serves any lengths.
+so the plan of a step is one number, and a CUDA graph serves any lengths.
 """
 
 from __future__ import annotations
@@ -39,6 +39,28 @@ def sparse_splits(tiles: int, blocks: int, slots: int) -> int:
         if time < least:
             best, least = splits, time
     return best
+
+
+@functools.lru_cache(maxsize=4096)
+def sparse_shares(items: int, blocks: int, slots: int) -> int:
+    """The number of equal shares of all items that ends first by a simple count.
+
+    If the lists are full, a whole number of shares for each item cuts it into equal pieces. As many
+    shares as slots leave no slot idle, but each then begins and ends within an item.
+
+    Args:
+        items: query tokens times tiles of heads.
+        blocks: of one token's lists, if they are full.
+        slots: programs that run at once.
+
+    Returns:
+        1 to ``slots``.
+    """
+    splits = sparse_splits(items, blocks, slots)
+    if items * splits > slots:
+        return slots
+    each = -(-blocks // splits) + OVERHEAD + (MERGE + splits / 16) * (splits > 1)
+    return items * splits if each <= items * blocks / slots + 2 * OVERHEAD + MERGE else slots
 
 
 def blocks_of(topks: tuple[int, ...], block_kv: int) -> int:

@@ -13,8 +13,15 @@ class SparseRun(Protocol):
     """One path, bound to a kind of layer."""
 
     def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
-        """Run a checked call, whose tokens' rows are shared by ``splits`` programs."""
+        """Run a checked call, whose tokens' rows are shared by ``splits`` programs each, or with 0
+        by all programs equally."""
 
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
         """Programs that share the rows of each of so many query tokens, whose lists have so many
-        entries; rows of bf16 are not split."""
+        entries; 0 if all share them equally. Rows of bf16 are not split."""
+
+    def scratch_rows(self, tokens: int, splits: int) -> int:
+        """Rows of 512 float32 that such a call takes of the scratch memory."""
+
+    def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
+        """What the kernels of such a call are compiled for."""

@@ -11,12 +11,16 @@ from mla_backend.contract.sparse_mla import SparseMlaInputs
 from mla_backend.kernels.sm90.sparse_mla import sparse_mla_sm90_kernel
 from mla_backend.kernels.sm90.sparse_mla_rows import sparse_mla_rows_sm90_kernel
 from mla_backend.launch_params_sparse import GluonSparseMlaParams
-from mla_backend.plan.sparse_splits import blocks_of, sparse_splits
+from mla_backend.plan.sparse_splits import OVERHEAD, blocks_of, sparse_shares, sparse_splits
 from mla_backend.scratch import SplitScratch
-from mla_backend.sparse.combine import combine
+from mla_backend.sparse.combine import combine, combine_shares
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
 BLOCK = 64
+REQUESTS = (128, 1024)
+"""What the kernel that shares rows equally is compiled for."""
+MIN_SHARED = 8
+"""Blocks of a token's full lists from which on rows are shared equally."""
 AXES = {"q": "..h."}
 
 
@@ -27,28 +31,55 @@ def bind(row: KernelPath, spec: SparseMlaSpec, target: Target) -> GluonRecords |
 
 
 class GluonRecords:
-    """One launch of at most a CTA per SM, or two where CTAs share a token's rows."""
+    """One launch of at most a CTA per SM, or two where CTAs share a token's rows.
+
+    With 0 splits the CTAs share all tokens' rows equally, whatever the lengths of their lists.
+    """
 
     def __init__(self, params: GluonSparseMlaParams, spec: SparseMlaSpec, target: Target) -> None:
-        self._sms = target.num_sms
-        self._tiles = row_tiles(params, spec.num_heads)
-        self._kernels = [records_kernel(params, spec, split) for split in (False, True)]
+        self._sms, self._num_heads = target.num_sms, spec.num_heads
+        self._heads, self._tiles = (
+            heads_of(params, spec.num_heads),
+            row_tiles(params, spec.num_heads),
+        )
+        self._kernels = {
+            (requests, is_split): records_kernel(params, spec, requests, is_split)
+            for requests, is_split in ((0, False), (0, True), *((n, False) for n in REQUESTS))
+        }
 
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
-        blocks = blocks_of(topks, BLOCK)
-        return sparse_splits(tokens * self._tiles, blocks, self._sms)
+        items, blocks = tokens * self._tiles, blocks_of(topks, BLOCK)
+        splits = sparse_splits(items, blocks, self._sms)
+        # beyond, the kernel's counts would
+        countable = items * (blocks + OVERHEAD) * self._sms < 1 << 31
+        shares = splits <= 2 and blocks >= MIN_SHARED and countable and requests_of(tokens)
+        return 0 if shares else splits
+
+    def scratch_rows(self, tokens: int, splits: int) -> int:
+        if not splits:
+            return 2 * self._sms * self._heads
+        return tokens * splits * self._num_heads if splits > 1 else 0
+
+    def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
+        return (-requests_of(tokens),) if not splits else ((splits - 1).bit_length(),)
 
     def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
-        is_split, heads = splits > 1, x.spec.num_heads
-        items = x.tokens * splits * self._tiles
-        partial_out = partial_lse = None
-        if is_split:
-            partial_out, partial_lse = scratch.reserve(x.tokens * splits, heads, HEAD_DIM)
+        heads = x.spec.num_heads
         rows, extra = x.rows, x.extra or x.rows
+        extra_topk = extra.topk if x.extra else 0
+        items = x.tokens * max(splits, 1) * self._tiles
+        requests, ctas = 0, min(items, self._sms)
+        partial_out = partial_lse = None
+        if splits > 1:
+            partial_out, partial_lse = scratch.reserve(x.tokens * splits, heads, HEAD_DIM)
+        elif not splits:
+            requests = requests_of(x.tokens // x.query_tokens)
+            ctas = sparse_shares(items, blocks_of((rows.topk, extra_topk), BLOCK), self._sms)
+            partial_out, partial_lse = scratch.reserve(2 * ctas, self._heads, HEAD_DIM)
         cache = rows.cache.view(torch.uint8).view(torch.int32)
         extra_cache = cache if x.extra is None else extra.cache.view(torch.uint8).view(torch.int32)
-        self._kernels[is_split].launch(
-            (min(items, self._sms), 1, 1),
+        self._kernels[requests, splits > 1].launch(
+            (ctas, 1, 1),
             q_ptr=x.q,
             cache_ptr=cache,
             indices_ptr=rows.indices,
@@ -56,7 +87,7 @@ class GluonRecords:
             extra_cache_ptr=extra_cache,
             extra_indices_ptr=extra.indices,
             extra_lengths_ptr=x.extra and extra.lengths,
-            sinks_ptr=None if is_split else x.sinks,
+            sinks_ptr=None if splits > 1 else x.sinks,
             out_ptr=x.out,
             lse_ptr=x.lse,
             partial_out_ptr=partial_out,
@@ -68,16 +99,20 @@ class GluonRecords:
             stride_indices=x.stride_indices,
             stride_extra_indices=x.stride_extra_indices if x.extra else x.stride_indices,
             topk=rows.topk,
-            extra_topk=extra.topk if x.extra else 0,
+            extra_topk=extra_topk,
             rows=rows.num_rows,
             extra_rows=extra.num_rows,
             query_tokens=x.query_tokens,
             heads=heads,
-            splits=splits,
+            splits=max(splits, 1),
             items=items,
         )
-        if partial_out is not None and partial_lse is not None:
-            combine(x.out, x.lse, partial_out, partial_lse, x.sinks, splits)
+        if partial_out is None or partial_lse is None:
+            return
+        if splits:
+            combine(x, partial_out, partial_lse, splits)
+        else:
+            combine_shares(x, partial_out, partial_lse, ctas, requests)
 
 
 class GluonRows:
@@ -89,6 +124,12 @@ class GluonRows:
 
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
         return 1
+
+    def scratch_rows(self, tokens: int, splits: int) -> int:
+        return 0
+
+    def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
+        return ()
 
     def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         items = x.tokens * self._tiles
@@ -104,13 +145,23 @@ def row_tiles(params: GluonSparseMlaParams, num_heads: int) -> int:
     return -(-num_heads // heads_of(params, num_heads))
 
 
+def requests_of(requests: int) -> int:
+    """How many the kernels are compiled for that share so many requests; 0 if none does."""
+    return next((n for n in REQUESTS if requests <= n), 0)
+
+
 def records_kernel(
-    params: GluonSparseMlaParams, spec: SparseMlaSpec, is_split: bool
+    params: GluonSparseMlaParams, spec: SparseMlaSpec, requests: int, is_split: bool
 ) -> KernelLaunch:
-    """The kernel, as its path launches it."""
+    """The kernel, as its path launches it.
+
+    Args:
+        requests: how many at most have their rows shared equally; 0: tokens are whole, or split.
+    """
     constexprs = _work(params, spec) | {
         "PAGE_SIZE": spec.page_size,
         "EXTRA_PAGE_SIZE": spec.extra_page_size or spec.page_size,
+        "REQUESTS": requests,
         "IS_SPLIT": is_split,
         "FETCH_WARPS": params.fetch_warps,
         "FETCH_REGISTERS": params.fetch_registers,

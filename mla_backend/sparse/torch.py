@@ -24,6 +24,12 @@ class SparseInTorch:
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
         return 1
 
+    def scratch_rows(self, tokens: int, splits: int) -> int:
+        return 0
+
+    def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
+        return ()
+
     def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         _run(x)
 

@@ -31,13 +31,19 @@ class TritonRecords:
 
     def __init__(self, params: TritonSparseMlaParams, spec: SparseMlaSpec, target: Target) -> None:
         self._params, self._tiles = params, row_tiles(params, spec.num_heads)
-        self._sms = target.num_sms
+        self._sms, self._num_heads = target.num_sms, spec.num_heads
         operand = tl.float32 if interprets() else tl.bfloat16  # it multiplies bf16 by its bits
         self._kernels = [records_kernel(params, spec, operand, split) for split in (False, True)]
 
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
         blocks = blocks_of(topks, self._params.block_kv)
         return sparse_splits(tokens * self._tiles, blocks, self._sms)
+
+    def scratch_rows(self, tokens: int, splits: int) -> int:
+        return tokens * splits * self._num_heads if splits > 1 else 0
+
+    def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
+        return ((splits - 1).bit_length(),)
 
     def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         is_split, heads = splits > 1, x.spec.num_heads
@@ -80,7 +86,7 @@ class TritonRecords:
             splits=splits,
         )
         if partial_out is not None and partial_lse is not None:
-            combine(x.out, x.lse, partial_out, partial_lse, x.sinks, splits)
+            combine(x, partial_out, partial_lse, splits)
 
 
 class TritonRows:
@@ -92,6 +98,12 @@ class TritonRows:
 
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
         return 1
+
+    def scratch_rows(self, tokens: int, splits: int) -> int:
+        return 0
+
+    def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
+        return ()
 
     def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         self._kernel.launch((x.tokens * self._tiles, 1, 1), **x.rows_arguments())

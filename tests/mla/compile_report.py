@@ -136,6 +136,9 @@ def sparse_cases(arch: str) -> Iterator[Case]:
         pdl = arch.startswith("sm") and int(arch[2:]) >= 90
         kernel = sparse_mla_combine.combine_kernel(splits, dim, pdl)
         yield f"sparse_mla_combine, {splits} splits, sinks", kernel, ()
+    if arch == "sm90":
+        kernel = sparse_mla_combine.combine_shares_kernel(16, 1, 128, True)
+        yield "sparse_mla_combine_shares, 128 requests, sinks", kernel, ()
 
 
 def gluon_cases() -> Iterator[Case]:
@@ -146,9 +149,11 @@ def gluon_cases() -> Iterator[Case]:
             continue
         heads = path.params.max_heads
         spec = SparseMlaSpec(heads, page_size=64, extra_page_size=2)
-        kernel = sparse_mla_sm90.records_kernel(path.params, spec, True)
+        kernel = sparse_mla_sm90.records_kernel(path.params, spec, 128, False)
+        yield f"sparse_mla_sm90 {heads} heads, 128 requests, two caches, sinks", kernel, ()
+        kernel = sparse_mla_sm90.records_kernel(path.params, spec, 0, True)
         yield f"sparse_mla_sm90 {heads} heads, split, two caches", kernel, ("sinks_ptr",)
-        kernel = sparse_mla_sm90.records_kernel(path.params, spec, False)
+        kernel = sparse_mla_sm90.records_kernel(path.params, spec, 0, False)
         absent = ("partial_out_ptr", "partial_lse_ptr")
         yield f"sparse_mla_sm90 {heads} heads, two caches, sinks", kernel, absent
         kernel = sparse_mla_sm90.rows_kernel(path.params, SparseMlaSpec(heads, "bf16_rows"))

@@ -198,9 +198,9 @@ def test_a_split_that_is_merged_twice_shows(
     check(case)
     whole = sparse_mla_combine.combine
 
-    def twice(out: Any, lse: Any, partial_out: Any, partial_lse: Any, *rest: Any) -> None:
+    def twice(x: Any, partial_out: Any, partial_lse: Any, splits: int) -> None:
         partial_lse[1], partial_out[1] = partial_lse[0], partial_out[0]
-        whole(out, lse, partial_out, partial_lse, *rest)
+        whole(x, partial_out, partial_lse, splits)
 
     monkeypatch.setattr(sparse_mla_triton, "combine", twice)
     with pytest.raises(AssertionError):

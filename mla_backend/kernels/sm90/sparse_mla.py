@@ -15,7 +15,12 @@ stored in that order, and the output's channels are put back when they are writt
 times 2^-20, so that one multiplication brings bf16's exponent and the scale; the logits' scale and
 the last division make up for it.
 
-A CTA takes query tokens (or their splits) one after another, and the fetching warps run ahead.
+A CTA takes query tokens, or parts of them, one after another, and the fetching warps run ahead.
+Either all tokens are cut into the same number of splits, or each CTA has as much to do as any
+other, whatever the lengths of the lists (``equal_share``). At most two of its items are then shared
+with others: its part of the one within which its work begins goes to slot 2 CTA of the scratch
+memory, that of the one that it begins and does not end to the slot after.
+
 Barriers: ``full`` of a stage completes when it has been stored, ``empty`` when both products have
 read it.
 """
@@ -25,7 +30,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backend_core.kernels.gluon_names import reinterpret, thread_barrier
-from mla_backend.kernels.sm90.sparse_mla_compute import allocate, compute, load_names, work_item
+from mla_backend.kernels.sm90.sparse_mla_compute import (
+    allocate,
+    compute,
+    equal_share,
+    in_turns,
+    load_names,
+    piece,
+    release,
+)
 
 
 @gluon.constexpr_function
@@ -170,28 +183,31 @@ def _fetch(
     lists_of,
     caches,
     WARPS: gl.constexpr,
+    REQUESTS: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
     ROW_TILES: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     EXTRA_PAGE_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """The fetching warps: the blocks of every work item of the CTA into the ring.
+    """The fetching warps: the blocks of every piece of the CTA's work into the ring.
 
     They hold the next ROWS rows in registers, and the entries of those after them. The fence that
     lets wgmma see what they store is the readers': here it would wait for the loads in flight.
     """
     k_s, seen_s, full, empty = buffers
-    items, lengths, sizes = work
+    first, lengths, sizes = work
+    number, skip, left = first
     indices_ptr, extra_indices_ptr, stride_indices, stride_extra_indices, rows_in = lists_of
     own, extra = caches
     layout: gl.constexpr = _row_layout(4, WARPS)
     word_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], gl.int32)
     STEPS: gl.constexpr = 64 // ROWS
     filled = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end = work_item(
-            item, lengths, sizes, ROW_TILES
+    while left > 0:
+        i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end, take, is_whole = (
+            piece(number, skip, left, lengths, sizes, REQUESTS, IS_SPLIT, ROW_TILES)
         )
         lists = (
             indices_ptr + i_token * stride_indices,
@@ -249,6 +265,12 @@ def _fetch(
             thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
             filled += 1
+        if REQUESTS > 0:
+            number += 1
+        else:
+            number += gl.num_programs(0)
+        left -= take
+        skip = skip * 0
 
 
 @gluon.jit(
@@ -267,8 +289,8 @@ def sparse_mla_sm90_kernel(
     sinks_ptr,  # [heads] fp32 or None
     out_ptr,  # [tokens, heads, 512]
     lse_ptr,  # [tokens, heads] fp32, natural
-    partial_out_ptr,  # [tokens * splits, heads, 512] fp32
-    partial_lse_ptr,  # [tokens * splits, heads] fp32, base 2
+    partial_out_ptr,  # [tokens * splits, heads, 512] fp32, or with REQUESTS [2 CTAs, HEADS, 512]
+    partial_lse_ptr,  # [tokens * splits, heads] fp32, base 2, or with REQUESTS [2 CTAs, HEADS]
     scale,
     stride_q_t,
     stride_q_h,
@@ -288,6 +310,7 @@ def sparse_mla_sm90_kernel(
     EXTRA_PAGE_SIZE: gl.constexpr,
     HEADS: gl.constexpr,
     ROW_TILES: gl.constexpr,
+    REQUESTS: gl.constexpr,
     IS_SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
@@ -295,9 +318,18 @@ def sparse_mla_sm90_kernel(
     FETCH_REGISTERS: gl.constexpr,
     FETCH_ROWS: gl.constexpr,
 ):
-    """Grid: CTAs, which take the items (query tokens x splits x ROW_TILES) in turns."""
+    """Grid: CTAs, which take the items (query tokens x splits x ROW_TILES) in turns, or share the
+    tokens of up to ``REQUESTS`` requests equally, if that is not 0; splits is 1 then."""
     buffers = allocate(HEADS, STAGES, 1)
-    work = (items, (lengths_ptr, extra_lengths_ptr), (topk, extra_topk, query_tokens, splits))
+    lengths = (lengths_ptr, extra_lengths_ptr)
+    sizes = (topk, extra_topk, query_tokens, splits)
+    if IS_SPLIT or REQUESTS > 0:
+        release()
+    if REQUESTS > 0:
+        first = equal_share(items, lengths, sizes, REQUESTS, ROW_TILES, WARPS)
+    else:
+        first = in_turns(items)
+    work = (first, lengths, sizes)
     lists_of = (
         indices_ptr,
         extra_indices_ptr,
@@ -324,6 +356,7 @@ def sparse_mla_sm90_kernel(
                     ROW_TILES,
                     HEADS,
                     STAGES,
+                    REQUESTS,
                     IS_SPLIT,
                     True,
                 ),
@@ -336,6 +369,8 @@ def sparse_mla_sm90_kernel(
                     lists_of,
                     (own, extra),
                     FETCH_WARPS,
+                    REQUESTS,
+                    IS_SPLIT,
                     ROW_TILES,
                     PAGE_SIZE,
                     EXTRA_PAGE_SIZE,

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF059  Gluon needs lists added and tuples taken apart whole
-"""What both kernels of sparse MLA for Hopper share: work items, shared memory, the computing warps.
+"""What both kernels of sparse MLA for Hopper share: pieces of work, shared memory, computing warps.
 
 Fetching warps put blocks of 64 keys into a ring of shared memory; the computing warpgroups take
 them out. ``sparse_mla.py`` fetches records, ``sparse_mla_rows.py`` rows of bf16.
@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from backend_core.kernels.gluon_names import thread_barrier
 
 BLOCK = gl.constexpr(64)
+OVERHEAD = gl.constexpr(2)
+"""What a piece of work takes beside its blocks, in blocks."""
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 KEY_SCALE = gl.constexpr(1048576.0)
@@ -36,26 +38,102 @@ def _output(heads, warps):
 
 
 @gluon.jit
-def work_item(item, lengths, sizes, ROW_TILES: gl.constexpr):
-    """(token, tile of heads, split, entries of both lists, blocks of the first list, first block,
-    end block) of one work item."""
+def release():
+    """Let the kernel after this one start, which waits where it needs what this one writes."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _blocks(entries):
+    return (entries + BLOCK - 1) // BLOCK
+
+
+@gluon.jit
+def _entries(request, m_request, lengths, sizes):
+    """Entries of both lists that count, of requests or of one."""
     lengths_ptr, extra_lengths_ptr = lengths
     topk, extra_topk, query_tokens, splits = sizes
-    i_rows = item % ROW_TILES
-    i_split = item // ROW_TILES % splits
-    i_token = item // ROW_TILES // splits
-    request = i_token // query_tokens
-    count = topk
+    count = request * 0 + topk
     if lengths_ptr is not None:
-        count = gl.minimum(gl.maximum(gl.load(lengths_ptr + request), 0), topk)
-    extra_count = extra_topk
+        count = gl.load(lengths_ptr + request, mask=m_request, other=0)
+        count = gl.minimum(gl.maximum(count, 0), topk)
+    extra_count = request * 0 + extra_topk
     if extra_lengths_ptr is not None:
-        extra_count = gl.minimum(gl.maximum(gl.load(extra_lengths_ptr + request), 0), extra_topk)
-    own_blocks = (count + BLOCK - 1) // BLOCK
-    blocks = own_blocks + (extra_count + BLOCK - 1) // BLOCK
-    begin = i_split * blocks // splits
-    end = (i_split + 1) * blocks // splits
-    return i_token.to(gl.int64), i_rows, i_split, count, extra_count, own_blocks, begin, end
+        extra_count = gl.load(extra_lengths_ptr + request, mask=m_request, other=0)
+        extra_count = gl.minimum(gl.maximum(extra_count, 0), extra_topk)
+    return count, extra_count
+
+
+@gluon.jit
+def in_turns(items):
+    """Where a CTA's work begins, and how many items it has, if all take whole items in turns."""
+    i_cta = gl.program_id(0)
+    ctas = gl.num_programs(0)
+    return i_cta, i_cta * 0, (items - i_cta + ctas - 1) // ctas
+
+
+@gluon.jit
+def equal_share(items, lengths, sizes, REQUESTS: gl.constexpr, ROW_TILES: gl.constexpr,
+                WARPS: gl.constexpr):  # fmt: skip
+    """(item, what of its weight lies before, how much follows) of this CTA's share.
+
+    An item is a query token's tile of heads; it weighs its blocks and `OVERHEAD`. All items lie
+    behind one another, and each CTA takes an equal share of the line. Weights are counted in parts,
+    of which a block has as many as there are CTAs, so that every cut is a whole number.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [WARPS], [0])
+    shares = gl.num_programs(0)
+    each = sizes[2] * ROW_TILES
+    o_request = gl.arange(0, REQUESTS, layout=layout)
+    m_request = o_request < items // each
+    b_count, b_extra = _entries(o_request, m_request, lengths, sizes)
+    b_item = gl.where(m_request, _blocks(b_count) + _blocks(b_extra) + OVERHEAD, 0)
+    b_end = gl.associative_scan(b_item, 0, _add) * each
+    total = gl.sum(b_item, 0) * each
+    start = gl.program_id(0) * total
+    m_before = (b_end * shares <= start) & m_request
+    request = gl.sum(m_before.to(gl.int32), 0)
+    inside = start - gl.sum(gl.where(m_before, b_item, 0), 0) * each * shares
+    weight = gl.sum(gl.where(o_request == request, b_item, 0), 0) * shares
+    return request * each + inside // weight, inside % weight, total
+
+
+@gluon.jit
+def piece(number, skip, left, lengths, sizes, REQUESTS: gl.constexpr, IS_SPLIT: gl.constexpr,
+          ROW_TILES: gl.constexpr):  # fmt: skip
+    """(token, tile of heads, split, entries of both lists, blocks of the first list, first block,
+    end block, what is taken of what is left, whether the item is whole) of an item."""
+    i_rows = number % ROW_TILES
+    i_token = number // ROW_TILES
+    i_split = i_token * 0
+    if IS_SPLIT:
+        i_split = i_token % sizes[3]
+        i_token = i_token // sizes[3]
+    count, extra_count = _entries(i_token // sizes[2], True, lengths, sizes)
+    own_blocks = _blocks(count)
+    blocks = own_blocks + _blocks(extra_count)
+    begin = blocks * 0
+    end = blocks
+    take = left * 0 + 1
+    is_whole = left > 0
+    if IS_SPLIT:
+        begin = i_split * blocks // sizes[3]
+        end = (i_split + 1) * blocks // sizes[3]
+    if REQUESTS > 0:
+        weight = (blocks + OVERHEAD) * gl.num_programs(0)
+        take = gl.minimum(weight - skip, left)
+        is_whole = take == weight
+        begin = (skip.to(gl.int64) * blocks // weight).to(gl.int32)
+        end = ((skip + take).to(gl.int64) * blocks // weight).to(gl.int32)
+    token = i_token.to(gl.int64)
+    return token, i_rows, i_split, count, extra_count, own_blocks, begin, end, take, is_whole
 
 
 @gluon.jit
@@ -114,10 +192,11 @@ def _store(b_o, weight, to_ptr, first, heads_left, layout: gl.constexpr, RECORDS
 @gluon.jit
 def compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
              ROW_TILES: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
-             IS_SPLIT: gl.constexpr, RECORDS: gl.constexpr):  # fmt: skip
-    """The computing warpgroups: logits, softmax and output of every work item of the CTA."""
+             REQUESTS: gl.constexpr, IS_SPLIT: gl.constexpr, RECORDS: gl.constexpr):  # fmt: skip
+    """The computing warpgroups: logits, softmax and output of every piece of the CTA's work."""
     k_s, seen_s, full, empty, q_s, p_s = buffers
-    items, lengths, sizes = work
+    first, lengths, sizes = work
+    number, skip, left = first
     q_ptr, stride_q_t, stride_q_h, heads = queries
     sinks_ptr, out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr = outputs
     s_layout: gl.constexpr = _logits(HEADS, WARPS)
@@ -132,9 +211,9 @@ def compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
     if RECORDS:
         scale_log2 *= KEY_SCALE
     read = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end = work_item(
-            item, lengths, sizes, ROW_TILES
+    while left > 0:
+        i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end, take, is_whole = (
+            piece(number, skip, left, lengths, sizes, REQUESTS, IS_SPLIT, ROW_TILES)
         )
         heads_left = heads - i_rows * HEADS
         q = q_ptr + i_token * stride_q_t + i_rows * HEADS * stride_q_h
@@ -183,17 +262,27 @@ def compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
         m_head = o_head < heads_left
         row = i_token * heads + i_rows * HEADS
         slot_row = (i_token * sizes[3] + i_split) * heads + i_rows * HEADS
-        if IS_SPLIT:
-            gl.store(partial_lse_ptr + slot_row + o_head, l2, mask=m_head)
-            weight = gl.where(none, 0.0, 1.0 / b_sum)
-            _store(b_o, weight, partial_out_ptr, slot_row * 512, heads_left, o_layout, RECORDS)
+        if REQUESTS > 0:
+            slot_row = (gl.program_id(0) * 2 + gl.where(skip == 0, 1, 0)).to(gl.int64) * HEADS
+        if not IS_SPLIT:  # noqa: SIM102  the first is known to the compiler
+            if is_whole:
+                total = b_sum
+                if sinks_ptr is not None:
+                    sinks = sinks_ptr + i_rows * HEADS + o_head
+                    total += gl.exp2(gl.load(sinks, mask=m_head, other=0.0) * LOG2_E - top)
+                bad = none | (b_sum != b_sum)
+                lse = gl.where(bad, float("inf"), l2 * LN_2)
+                gl.store(lse_ptr + row + o_head, lse, mask=m_head)
+                weight = gl.where(none, 0.0, 1.0 / total)
+                _store(b_o, weight, out_ptr, row * 512, heads_left, o_layout, RECORDS)
+        if IS_SPLIT or REQUESTS > 0:  # noqa: SIM102
+            if IS_SPLIT or not is_whole:
+                gl.store(partial_lse_ptr + slot_row + o_head, l2, mask=m_head)
+                weight = gl.where(none, 0.0, 1.0 / b_sum)
+                _store(b_o, weight, partial_out_ptr, slot_row * 512, heads_left, o_layout, RECORDS)
+        if REQUESTS > 0:
+            number += 1
         else:
-            total = b_sum
-            if sinks_ptr is not None:
-                sinks = sinks_ptr + i_rows * HEADS + o_head
-                total += gl.exp2(gl.load(sinks, mask=m_head, other=0.0) * LOG2_E - top)
-            bad = none | (b_sum != b_sum)
-            lse = gl.where(bad, float("inf"), l2 * LN_2)
-            gl.store(lse_ptr + row + o_head, lse, mask=m_head)
-            weight = gl.where(none, 0.0, 1.0 / total)
-            _store(b_o, weight, out_ptr, row * 512, heads_left, o_layout, RECORDS)
+            number += gl.num_programs(0)
+        left -= take
+        skip = skip * 0

@@ -9,7 +9,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from backend_core.kernels.gluon_names import pointer_load, thread_barrier
-from mla_backend.kernels.sm90.sparse_mla_compute import allocate, compute, load_names, work_item
+from mla_backend.kernels.sm90.sparse_mla_compute import (
+    allocate,
+    compute,
+    in_turns,
+    load_names,
+    piece,
+)
 
 
 @gluon.jit
@@ -28,15 +34,16 @@ def _gather(
     ``full`` of a stage takes an arrival of every thread, when its copies are there, and one more.
     """
     k_s, seen_s, full, empty = buffers
-    items, lengths, sizes = work
+    first, lengths, sizes = work
+    number, skip, left = first
     indices_ptr, extra_indices_ptr, stride_indices, stride_extra_indices, rows_in = lists_of
     copy: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     layout: gl.constexpr = gl.SliceLayout(1, copy)
     o_channel = gl.arange(0, 512, layout=gl.SliceLayout(0, copy))
     filled = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end = work_item(
-            item, lengths, sizes, ROW_TILES
+    while left > 0:
+        i_token, i_rows, i_split, count, extra_count, own_blocks, begin, end, take, is_whole = (
+            piece(number, skip, left, lengths, sizes, 0, False, ROW_TILES)
         )
         names = indices_ptr + i_token * stride_indices
         lists = (names, names)
@@ -59,6 +66,8 @@ def _gather(
             mbarrier.arrive(full.index(stage), count=1)
             filled += 1
             index = next_index
+        number += gl.num_programs(0)
+        left -= take
 
 
 @gluon.jit(do_not_specialize=["topk", "rows", "query_tokens", "heads", "items"])
@@ -88,7 +97,8 @@ def sparse_mla_rows_sm90_kernel(
 ):
     """Grid: CTAs, which take the items (query tokens x ROW_TILES) in turns; keys are plain rows."""
     buffers = allocate(HEADS, STAGES, 32 * FETCH_WARPS + 1)
-    work = (items, (lengths_ptr, None), (topk, 0, query_tokens, 1))
+    lengths, sizes = (lengths_ptr, None), (topk, 0, query_tokens, 1)
+    work = (in_turns(items), lengths, sizes)
     lists_of = (indices_ptr, indices_ptr, stride_indices, stride_indices, (rows, rows))
     queries = (q_ptr, stride_q_t, stride_q_h, heads)
     outputs = (sinks_ptr, out_ptr, lse_ptr, None, None)
@@ -107,6 +117,7 @@ def sparse_mla_rows_sm90_kernel(
                     ROW_TILES,
                     HEADS,
                     STAGES,
+                    0,
                     False,
                     False,
                 ),
