@@ -6,7 +6,7 @@
 Decode: one query token per request, a window of 128 rows from one cache and the rows of a
 ``Layer`` from another, all of 584-byte records in random order; sinks; bf16 output and natural LSE.
 Layers of ratio 4 are timed in all variants, the others as the path table runs them. Prefill: each
-query token with 128 + 512 rows: FlashMLA over rows of bf16 that were gathered and dequantised
+query token with 128 or 640 rows: FlashMLA over rows of bf16 that were gathered and dequantised
 before (not timed), ours over such rows and over the records.
 
 FlashMLA decodes 64 or 128 heads on Hopper, so fewer are padded to 64, as vLLM does; its prefill
@@ -61,8 +61,8 @@ WINDOW = 128
 HEADS = (8, 16, 32, 64)
 BATCHES = (1, 16, 64, 128)
 OTHER_BATCHES = (1, 4, 16, 64, 128)
-PREFILLS = ((4096, 16), (4096, 32), (512, 8), (512, 16), (512, 32))
-"""(query tokens, heads)"""
+PREFILLS = tuple(itertools.product((4096, 512), (8, 16, 32), (512, 0)))
+"""(query tokens, heads, rows beside the window)"""
 POOL_ROWS = 1 << 20
 CHECK_SECONDS = 100.0
 CHECKED = [(64, 128, [128, 0, 7, 65]), (64, 512, [512, 0, 33, 1])]
@@ -174,7 +174,7 @@ def row_fault(heads: int, variant: Variant) -> str | None:
 def faults(processes: int) -> list[str]:
     """What is wrong, of every variant that will be timed; they are compiled meanwhile."""
     tasks = [("decode", n, variant) for n in HEADS for variant in variants_of(n)]
-    for n in sorted({heads for _, heads in PREFILLS}):
+    for n in sorted({heads for _, heads, _ in PREFILLS}):
         tasks += [("rows", n, ("ours", None, {}, None)), ("rows", n, ("", "triton", {}, None))]
         tasks += [("records", n, v) for v in variants_of(n) if v[3] is None]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -347,8 +347,9 @@ def time_prefill(tokens: int, heads: int, topk: int, peers: bool) -> dict[str, A
         first = result if first is None else first
         agree[name] = relative_error(result, first)
     return {
-        "phase": "prefill", "layer": "ratio 4", "heads": heads, "batch": tokens, "topk": topk,
-        "bytes": rows.nbytes + 2 * q.nbytes, "times": times, "disagreement": agree,
+        "phase": "prefill", "layer": "ratio 4" if topk else "window", "heads": heads,
+        "batch": tokens, "topk": topk, "bytes": rows.nbytes + 2 * q.nbytes, "times": times,
+        "disagreement": agree,
     }  # fmt: skip
 
 
@@ -402,8 +403,8 @@ def main() -> None:
     for layers, batches in ((OTHER_LAYERS, OTHER_BATCHES), (LAYERS, BATCHES)):
         for heads, batch, layer in itertools.product(HEADS, batches, layers):
             record(time_decode(heads, batch, layer, peers))
-    for tokens, heads in PREFILLS:
-        record(time_prefill(tokens, heads, 512, peers))
+    for size in PREFILLS:
+        record(time_prefill(*size, peers))
     print(f"{time.perf_counter() - begin:.0f} s")
 
 
