@@ -50,8 +50,7 @@ def render() -> str:
     lines = [*kda.prefill(), *kda.accuracy(), *kda.growth()]
     lines += [*kda.short(), *kda.segments(), *kda.layer(), *kda.decode(), *dsv4.compressor()]
     lines += [*mla.mla_decode(), *mla.shared_prompts()]
-    lines += [*mla.named_rows(), *block_sparse.block_sparse()]
-    lines += [*block_sparse.built_peers(), *drop_ins.drop_ins()]
+    lines += [*mla.named_rows(), *block_sparse.block_sparse(), *drop_ins.drop_ins()]
     lines += calls.host_times()
     lines += [*engines.default_modes(), *engines.bounded_gates(), *engines.cut_models()]
     lines += [*engines.recall(), *engines.first_start()]

@@ -7,8 +7,6 @@ from typing import Any
 from docs.performance_parts.page import load, section, table
 
 RESULT = "sparse_attention_h200.json"
-PEERS = "sparse_attention_peers_h200.json"
-BUILT = ("SageAttention2", "SpargeAttn", "ThunderKittens")
 
 
 def block_sparse() -> list[str]:
@@ -39,7 +37,8 @@ def attention(report: dict[str, Any]) -> list[str]:
         "",
         "D = 128, times in ms. A *whole call* includes quantisation and prediction. Random blocks"
         " differ from head to head. Peers computed the same blocks; peers without block plans ran"
-        " only dense work.",
+        " only dense work. SageAttention and SpargeAttn were built from their sources; their times"
+        " include quantisation unless their names say otherwise.",
         "",
         *table(titles, cells),
         *(
@@ -47,32 +46,6 @@ def attention(report: dict[str, Any]) -> list[str]:
             f" {row['mass_kept']:.2f} of the attention at density {row['density']:.2f}."
             for row in kept
         ),
-    ]
-
-
-def built_peers() -> list[str]:
-    """A second run, beside peers that were built from their sources."""
-    report = load(PEERS)
-    cells = (
-        [
-            row["work"],
-            f"{int(row['shape'].split()[0]):,}",
-            f"{row['density']:.2f}",
-            _ms(row["ours_ms"]),
-            _ms(row["ours_whole_ms"]),
-            ", ".join(f"{name} {_ms(ms)}" for name, ms in peers.items()),
-        ]
-        for row in report["rows"]
-        if row["path"] in ("gluon", "int8 per_warp")
-        and (peers := {name: ms for name, ms in row["peers"].items() if name.startswith(BUILT)})
-    )
-    return [
-        *section("Block-sparse and 8-bit attention beside built peers", report, PEERS),
-        "",
-        "SageAttention, SpargeAttn and ThunderKittens were built from their sources. Times in ms. A"
-        " *whole call* includes quantisation, as a peer's does unless its name says otherwise.",
-        "",
-        *table(["work", "tokens", "density", "ours", "whole call", "peers"], cells),
     ]
 
 

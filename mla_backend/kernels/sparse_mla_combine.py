@@ -90,7 +90,8 @@ def sparse_mla_combine_kernel(
     pdl_wait(PDL)
     _merge(
         out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr, i_row, i_program % PARTS,
-        head, row, heads, 0, splits, BLOCK_SPLITS, BLOCK_DIM,
+        head, row, stride=heads, before=0, count=splits,
+        BLOCK_SPLITS=BLOCK_SPLITS, BLOCK_DIM=BLOCK_DIM,
     )  # fmt: skip
 
 
@@ -145,5 +146,5 @@ def sparse_mla_combine_shares_kernel(
         row = first.to(tl.int64) * 2 * HEADS + head % HEADS
         _merge(
             out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr, i_row, 0, head, row,
-            2 * HEADS, HEADS, count, BLOCK_SPLITS, 512,
+            stride=2 * HEADS, before=HEADS, count=count, BLOCK_SPLITS=BLOCK_SPLITS, BLOCK_DIM=512,
         )  # fmt: skip

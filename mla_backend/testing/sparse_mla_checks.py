@@ -31,15 +31,22 @@ if TYPE_CHECKING:
 ALLOWED = 6e-3
 """Relative L2 of the output; rounding it to bf16 alone is 2e-3."""
 
+RAGGED = 150
+
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
-    """Two caches and one, several query tokens, splits, lists that name nothing, and prefill."""
+    """Two caches and one, several query tokens, splits, lists that name nothing, many lists of
+    different lengths, and prefill."""
     lists = [(64, 100, [100, 0, 33]), (2, 70, [70, 0, 64])]
     cases: dict[str, CheckCase] = {}
     for heads, tokens, splits in ((8, 1, 1), (8, 2, 3), (20, 1, 2)):
         name = f"{heads} heads, {tokens} query tokens, {splits} splits"
         cases[name] = partial(_decode, path, heads, tokens, splits, lists)
     cases["window alone"] = partial(_decode, path, 16, 1, 2, [(64, 128, None)])
+    if path.name == "gluon_sm90":
+        for heads, tokens in ((8, 1), (40, 2)):
+            name = f"{RAGGED} requests of any lengths, {heads} heads, {tokens} query tokens"
+            cases[name] = partial(_ragged, path, heads, tokens)
     if "bf16_rows_cache" in path.features:
         cases["prefill over rows of bf16"] = partial(_prefill, path)
     return cases
@@ -57,6 +64,19 @@ def _decode(
     case = make_case(heads, lists, tokens=tokens, has_sinks=True, device=device)
     selection = forced(TABLES, target, case.spec, path)
     return _judged(run_case(case, selection, splits), expected(case))
+
+
+def _ragged(
+    path: KernelPath, heads: int, tokens: int, target: Target, device: torch.device
+) -> tuple[float, float]:
+    """Lists of so many blocks that CTAs share all tokens' rows equally."""
+    generator = torch.Generator().manual_seed(0)
+    own, extra = (torch.randint(0, n, (RAGGED,), generator=generator) for n in (129, 449))
+    extra[::3] //= 50
+    lists = [(64, 128, own.tolist()), (2, 448, extra.tolist())]
+    case = make_case(heads, lists, requests=RAGGED, tokens=tokens, has_sinks=True, device=device)
+    selection = forced(TABLES, target, case.spec, path)
+    return _judged(run_case(case, selection), expected(case))
 
 
 def _prefill(path: KernelPath, target: Target, device: torch.device) -> tuple[float, float]:

@@ -21,6 +21,7 @@ HOPPERS = {
 """In CUDA C++ and in Gluon."""
 NOT_AMDS = {
     ("dsv4", "decode_prefetch_kernel"),  # no AMD table asks for it
+    ("mla", "sparse_mla_combine_shares_kernel"),  # of the path in Gluon
     ("block_sparse", "quantise_values_kernel"),  # e4m3 values, which no AMD table offers
     ("block_sparse", "value_scales_kernel"),
 }

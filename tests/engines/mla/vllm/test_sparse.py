@@ -281,15 +281,18 @@ def _scratch_of(batches: Batches) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize(("version", "ratio"), [("v4", 1), ("v41", 0)])
-def test_a_layer_may_attend_to_its_window_alone(
+def test_a_window_alone_stays_flashmlas(
     serve: Serve, kernel: FlashMla, log_lines: list[str], version: str, ratio: int
 ) -> None:
     batches = serve("torch", 8, ratio, version=version)
-    assert type(batches.layer).__name__ == "SparseAttention"
-    assert batches.layer.padded_heads == 8
-    assert f"over pages of {batches.swa_page} rows on cpu" in log_lines[-2]
-    check(batches, batches.run(MIXED))
-    assert not kernel.calls
+    assert type(batches.layer).__name__ == "DeepseekV4FlashMLAAttention"
+    assert batches.layer.padded_heads == 64
+    assert log_lines[-1] == (
+        "kda-dsv4-backend: DeepSeek-V4 attention stays DeepseekV4FlashMLAAttention's: no result"
+        " compares prefills over a window alone with FlashMLA"
+    )
+    batches.run(DECODES)
+    assert len(kernel.calls) == 1
 
 
 def test_what_is_served_is_logged_once(serve: Serve, log_lines: list[str]) -> None:
