@@ -19,6 +19,11 @@ MAY_SPILL = {
     "sm86 mla_decode 64 heads, page 1": 18,
     "sm89 mla_decode 64 heads, page 1": 18,
     "sm90 mla_decode 16 heads, two levels, sinks": 26,
+    "sparse_mla_sm90 64 heads, 128 requests, two caches, sinks": 180,
+    "sparse_mla_sm90 32 heads, 128 requests, two caches, sinks": 5,
+    "sparse_mla_sm90 32 heads, split, two caches": 5,
+    "sparse_mla_sm90 16 heads, rows of bf16, sinks": 5,
+    "sm80 sparse_mla_combine, 16 splits, sinks": 3,
 }
 """Loads and stores of spilled registers, nearly all outside the loop over blocks: a product's
 [512, 64] takes 128 registers of a thread."""
