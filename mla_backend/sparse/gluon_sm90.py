@@ -50,7 +50,7 @@ class GluonRecords:
     def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
         items, blocks = tokens * self._tiles, blocks_of(topks, BLOCK)
         splits = sparse_splits(items, blocks, self._sms)
-        # beyond, the kernel's counts would
+        # the kernel counts parts of blocks in int32
         countable = items * (blocks + OVERHEAD) * self._sms < 1 << 31
         shares = splits <= 2 and blocks >= MIN_SHARED and countable and requests_of(tokens)
         return 0 if shares else splits
