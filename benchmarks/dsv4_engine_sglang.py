@@ -1,15 +1,14 @@
 """A small DeepSeek-V4 or V4.1 in a real sglang on one GPU, without and with the flag.
 
     python -m benchmarks.dsv4_engine_sglang [OUT.json] [--logs DIR] [--model {v4,v41}] [--mtp]
-        [--limit SECONDS]
+        [--heads {8,16,32,64}] [--limit SECONDS]
 
 The twin of `benchmarks.dsv4_engine_vllm`, whose rows of the same file it leaves. Four processes
 beside each other: upstream and flag, each in the default mode (graphs of decodes, prompts without)
 and eager; `benchmarks.engines.dsv4_sglang_side` describes them. Checked:
 
 - greedy tokens of 64 prompts of 1 to 5,000 tokens, with chunks, and of the same prompts continued
-  from the prefix cache, by the rule of the twin. Upstream is also asked one prompt at a time: its
-  two modes can have the same batches, whose tokens then show no rounding;
+  from the prefix cache, by the rule of the twin;
 - with the flag, how many compressors this package serves, and in the eager process the bytes of
   states and records beside those of sglang's own kernels on the same input
   (`benchmarks.engines.dsv4_sglang_watch`): of V4's decodes, whose prefills the path table leaves to
@@ -47,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add_arguments(parser, "sglang")
     args = parser.parse_args()
-    conclude(parser, args, "benchmarks.engines.dsv4_sglang_side", [], judge)
+    conclude(parser, args, "benchmarks.engines.dsv4_sglang_side", judge)
 
 
 def judge(sides: dict[str, Any]) -> Verdict:

@@ -9,7 +9,8 @@ Checked:
 
 - greedy tokens of 64 prompts of 1 to 5,000 tokens, with chunks, and of the same prompts continued
   from the prefix cache: flag beside upstream, in each mode. They may part where upstream's two best
-  are no further apart than rounding moves them, which is seen in upstream's own two modes;
+  are no further apart than rounding moves them, which is seen in upstream's own two modes,
+  and where it is asked one prompt at a time: the two modes can have the same batches;
 - with the flag, all bytes of the caches after each step with a graph, beside eager calls of the
   compressors on the same input (`benchmarks.engines.dsv4_vllm_watch`), by kind of batch and size;
 - with the flag, which attention ran: calls by kernel, the sizes whose graphs hold ours; and in
@@ -29,7 +30,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.engines.dsv4_model import DRAFTS, HEADS, MTP_SIDES
+from benchmarks.engines.dsv4_model import DRAFTS, MTP_SIDES
 from benchmarks.engines.dsv4_verdict import (
     NAMES,
     Verdict,
@@ -45,10 +46,8 @@ COMPRESSORS = {"v4": "FusedCompressor", "v41": "LowRatioCompressor"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add_arguments(parser, "vllm")
-    parser.add_argument("--heads", type=int, choices=HEADS, default=64, help="of the attention")
     args = parser.parse_args()
-    options = ["--heads", str(args.heads)]
-    conclude(parser, args, "benchmarks.engines.dsv4_vllm_side", options, judge)
+    conclude(parser, args, "benchmarks.engines.dsv4_vllm_side", judge)
 
 
 def judge(sides: dict[str, Any]) -> Verdict:

@@ -100,6 +100,11 @@ def model_directory(name: str, heads: int = 64) -> str:
     return str(directory)
 
 
+def joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answers of several calls of a side's ``generate`` as one."""
+    return {key: [x for answer in answers for x in answer[key]] for key in answers[0]}
+
+
 def draw_weights(model: Any) -> None:
     """Weights by name alone, at a scale where attention has a say and no single record decides."""
     import torch

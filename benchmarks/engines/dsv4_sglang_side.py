@@ -1,14 +1,14 @@
 """One process of `benchmarks.dsv4_engine_sglang`: a small model with random weights in sglang.
 
     python -m benchmarks.engines.dsv4_sglang_side {upstream,flag}[-eager|-mtp] OUT.json
-        [--model {v4,v41}]
+        [--model {v4,v41}] [--heads N]
 
 The model is sglang's own DeepSeek-V4 or V4.1 in bf16, as `benchmarks.engines.dsv4_model` configures
-it, with 64 heads, which sglang's FlashMLA takes on one GPU. V4.1 is the language model alone, and
-all its layers run all tokens of a prompt, where sglang by default runs the last ones for a prompt's
-end alone. mHC runs in sglang's torch and Triton code on every side, since TileLang may be absent.
-The engine's scheduler is another process, in which `benchmarks.engines.dsv4_sglang_plugin` acts.
-OUT.json is written after each part.
+it, with 64 heads or as few as a rank has under tensor parallelism. V4.1 is the language model
+alone, and all its layers run all tokens of a prompt, where sglang by default runs the last ones for
+a prompt's end alone. mHC runs in sglang's torch and Triton code on every side, since TileLang may
+be absent. The engine's scheduler is another process, in which
+`benchmarks.engines.dsv4_sglang_plugin` acts. OUT.json is written after each part.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from benchmarks.engines.dsv4_model import (
     BATCHED_TOKENS,
     CONFIGS,
     DRAFTS,
+    HEADS,
     MAX_LENGTH,
     MTP_SIDES,
     NEW_TOKENS,
     REQUESTS,
     SIDES,
     continued,
+    joined,
     model_directory,
     prompts,
 )
@@ -57,11 +59,12 @@ def main() -> None:
     parser.add_argument("side", choices=SIDES + MTP_SIDES)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", choices=CONFIGS, default="v4")
+    parser.add_argument("--heads", type=int, choices=HEADS, default=64)
     args = parser.parse_args()
     os.environ.update(switches(args.side))
     with tempfile.TemporaryDirectory() as place:
         plant(Path(place), PLUGIN, "benchmarks.engines.dsv4_sglang_plugin:install")
-        run(args.side, args.model, args.out)
+        run(args.side, args.model, args.heads, args.out)
 
 
 def switches(side: str) -> dict[str, str]:
@@ -69,7 +72,7 @@ def switches(side: str) -> dict[str, str]:
     return SWITCHES | ({"KDA_DSV4_STRICT": "1"} if side.startswith("flag") else {})
 
 
-def run(side: str, model: str, out: Path) -> None:
+def run(side: str, model: str, heads: int, out: Path) -> None:
     say("importing sglang")
     import sglang
     import torch
@@ -77,13 +80,13 @@ def run(side: str, model: str, out: Path) -> None:
     result: dict[str, Any] = {
         "side": side,
         "model": model,
-        "heads": 64,
+        "heads": heads,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "release": sglang.__version__,
     }
     say("building the engine")
-    engine = sglang.Engine(**engine_arguments(side, model))
+    engine = sglang.Engine(**engine_arguments(side, model, heads))
     try:
         say("engine is ready")
         if side.endswith("eager"):
@@ -108,11 +111,6 @@ def run(side: str, model: str, out: Path) -> None:
         engine.shutdown()
 
 
-def joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answers of several calls as one."""
-    return {key: [x for answer in answers for x in answer[key]] for key in answers[0]}
-
-
 def flush(engine: Any) -> None:
     """Empty the prefix cache.
 
@@ -130,10 +128,10 @@ def say(line: str) -> None:
     print(f"[{time.perf_counter() - _begin:6.1f} s] {line}", flush=True)
 
 
-def engine_arguments(side: str, model: str) -> dict[str, Any]:
+def engine_arguments(side: str, model: str, heads: int) -> dict[str, Any]:
     """Arguments of ``sglang.Engine``."""
     arguments: dict[str, Any] = {
-        "model_path": model_directory(model),
+        "model_path": model_directory(model, heads),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",

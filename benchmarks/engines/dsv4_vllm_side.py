@@ -40,6 +40,7 @@ from benchmarks.engines.dsv4_model import (
     continued,
     draw_weights,
     halve_rows,
+    joined,
     model_directory,
     prompts,
 )
@@ -123,11 +124,20 @@ def main() -> None:
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
     }
     say(f"engine is ready: {result['engine']}, compressors {result['compressors']}")
+    if attention is not None:
+        attention.comparing = True  # what the profile run and captures read is uninitialised
     if watch is not None:
         watch.attach(runner, config)
     try:
-        result["tokens"] = generate(llm, prompts(), "tokens")
-        result["tokens_from_cache"] = generate(llm, continued(prompts()), "tokens from the cache")
+        parts = {"tokens": prompts(), "tokens_from_cache": continued(prompts())}
+        for part, batch in parts.items():
+            result[part] = generate(llm, batch)
+            say(part)
+        if args.side == "upstream":  # whose two modes may have the same batches, so the same bits
+            empty_cache(llm)
+            for part, batch in parts.items():
+                result[f"{part}_apart"] = joined([generate(llm, [one]) for one in batch])
+            say("one by one")
         if watch is not None:
             sweep(llm.llm_engine, sizes, prefills=not drafts)
             watch.detach()
@@ -150,7 +160,6 @@ def watch_attention(name: str) -> Any:
     from mla_backend.engines.flash_mla_calls import DECODE, PREFILL
 
     watch = AttentionWatch()
-    watch.comparing = True
     watch.ours(vllm_sparse)
     flashmla: Any = importlib.import_module(f"vllm.models.deepseek_{name}.nvidia.flashmla")
     for call in (DECODE, PREFILL):
@@ -337,14 +346,13 @@ def sampling(new: int, logprobs: int | None = None) -> Any:
     )
 
 
-def generate(llm: Any, batch: list[list[int]], what: str) -> dict[str, Any]:
+def generate(llm: Any, batch: list[list[int]]) -> dict[str, Any]:
     """Greedy tokens, the log-probabilities of each token's two best, tokens from the cache."""
     outputs = llm.generate(
         [{"prompt_token_ids": one} for one in batch],
         sampling(NEW_TOKENS, logprobs=2),
         use_tqdm=False,
     )
-    say(what)
     return {
         "lengths": [len(one) for one in batch],
         "cached": [output.num_cached_tokens or 0 for output in outputs],
@@ -406,12 +414,22 @@ def other_weights(llm: Any, model: Any) -> list[list[int]]:
     """Tokens with compressed rows of half the size: that they differ shows that rows matter."""
     import torch
 
-    if not llm.reset_prefix_cache():
-        raise RuntimeError("the prefix cache must be empty for other weights, and was not cleared")
+    empty_cache(llm)
     with torch.inference_mode():
         halve_rows(model)
-    tokens: list[list[int]] = generate(llm, prompts(), "tokens with other weights")["tokens"]
+    tokens: list[list[int]] = generate(llm, prompts())["tokens"]
+    say("tokens with other weights")
     return tokens
+
+
+def empty_cache(llm: Any) -> None:
+    """Empty the prefix cache.
+
+    Raises:
+        RuntimeError: the engine does not.
+    """
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache must be empty for what follows, and was not cleared")
 
 
 if __name__ == "__main__":

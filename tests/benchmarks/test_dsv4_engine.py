@@ -102,7 +102,7 @@ PROBLEMS = {
     "weights": "upstream: tokens hardly depend on compressed rows",
     "compressor": "flag-eager: compressors must be FusedCompressor, got ['DeepseekCompressor']",
     "listed": "model.layers.1.attn in 3 pages",
-    "attention": "flag-eager: no decode ran on our sparse attention",
+    "attention": "flag: no decode ran on our sparse attention",
     "native heads": "flag: no prefill ran on our sparse attention",
     "graphs": "flag: no graph holds our sparse attention",
     "rows": "rows of our sparse attention beside FlashMLA's on the same input, decodes, worst",
@@ -135,7 +135,8 @@ def test_each_failure_is_a_problem(case: str) -> None:
     elif case == "listed":
         records["failures"] = [PROBLEMS["listed"]]
     elif case == "attention":
-        sides["flag-eager"]["attention"]["calls"]["decode"] = {"flashmla": 7}
+        for side in ("flag", "flag-eager"):  # whose eager steps have too many requests
+            sides[side]["attention"]["calls"]["decode"] = {"flashmla": 7}
     elif case == "native heads":
         sides["flag"]["heads"] = 8
     elif case == "graphs":

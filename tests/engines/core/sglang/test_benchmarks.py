@@ -178,7 +178,7 @@ def test_sglang_takes_the_small_deepseek(
     for name, value in dsv4_sglang_side.switches("upstream").items():
         assert not name.startswith("SGLANG_") or hasattr(envs, name)
         monkeypatch.setenv(name, value)
-    arguments = dsv4_sglang_side.engine_arguments(side, model)
+    arguments = dsv4_sglang_side.engine_arguments(side, model, 8)
     assert set(arguments) <= set(inspect.signature(ServerArgs).parameters)
     args = ServerArgs(**arguments, device="cpu")
     args.resolve_once()
@@ -206,7 +206,7 @@ def test_sglang_builds_the_small_deepseek(model: str, monkeypatch: pytest.Monkey
 
     from tests.engines.kda.sglang.harness import one_rank
 
-    args = ServerArgs(**dsv4_sglang_side.engine_arguments("upstream", model), device="cpu")
+    args = ServerArgs(**dsv4_sglang_side.engine_arguments("upstream", model, 64), device="cpu")
     args.resolve_once()
     publish(args, role="test")
     one_rank()
