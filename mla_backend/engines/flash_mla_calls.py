@@ -49,11 +49,10 @@ def make(served: SparseLayer, name: str, call: dict[str, Any]) -> tuple[torch.Te
 def _decode(served: SparseLayer, call: dict[str, Any]) -> torch.Tensor:
     """Every query token is a request of one token, as engines hand them over, drafts too."""
     window = NamedRows(call["k_cache"].squeeze(2), call["indices"], call["topk_length"])
-    extra = NamedRows(
-        call["extra_k_cache"].squeeze(2),
-        call["extra_indices_in_kvcache"],
-        call["extra_topk_length"],
-    )
+    extra, cache = None, call["extra_k_cache"]
+    if cache is not None:
+        indices, lengths = call["extra_indices_in_kvcache"], call["extra_topk_length"]
+        extra = NamedRows(cache.squeeze(2), indices, lengths)
     sinks, scale = call["attn_sink"], call["softmax_scale"]
     return served.decode(call["q"], window, extra, scale=scale, sinks=sinks, out=call.get("out"))
 

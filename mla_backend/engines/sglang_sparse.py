@@ -81,6 +81,8 @@ def _refusal(backend: Any, runner: Any) -> str | None:
         return "the calls that are served are those of DeepseekV4AttnBackend"
     if not hasattr(backend, "_flash_mla_with_kvcache") or backend.trtllm_attn:
         return "sglang does not call FlashMLA here"
+    if runner.is_draft_worker:
+        return "the steps of a draft have attention backends of their own"
     if runner.model_config.dtype != torch.bfloat16:
         return f"queries must be in bfloat16, got {runner.model_config.dtype}"
     return _other_records(backend.token_to_kv_pool.get_swa_key_bytes_per_token())
@@ -91,10 +93,10 @@ def _other_records(size: int) -> str | None:
 
 
 def _layer_refusal(module: Any, leads: dict[str, Lead], pool: Any) -> str | None:
-    if not module.compress_ratio:
-        return "no result compares prefills over a window alone with FlashMLA"
-    if other := _other_records(pool.get_extra_key_bytes_per_token(module.layer_id)):
-        return other
+    if module.compress_ratio:
+        other = _other_records(pool.get_extra_key_bytes_per_token(module.layer_id))
+        if other is not None:
+            return other
     if module.use_mega_attention:
         return "attention that is fused with its output projection is not served"
     return refusal_of(leads)
@@ -102,13 +104,18 @@ def _layer_refusal(module: Any, leads: dict[str, Lead], pool: Any) -> str | None
 
 def _form(backend: Any, runner: Any, module: Any, leads: dict[str, Lead]) -> Form:
     pool, ratio = backend.token_to_kv_pool, module.compress_ratio
-    topk = -(-backend.max_context_len // ratio) if ratio == 128 else backend.index_topk
+    topks: tuple[int, ...] = (WINDOW,)
+    extra_page_size = 0
+    if ratio:
+        topk = -(-backend.max_context_len // ratio) if ratio == 128 else backend.index_topk
+        topks = (WINDOW, -(-topk // MIN_WIDTH) * MIN_WIDTH)
+        extra_page_size = pool.get_extra_key_page_size(module.layer_id)
     drafts = runner.server_args.speculative_num_draft_tokens or 1
     return Form(
         heads=module.n_local_heads if unlimited(leads) else max(module.n_local_heads, 64),
         page_size=pool.get_swa_key_page_size(),
-        extra_page_size=pool.get_extra_key_page_size(module.layer_id),
-        topks=(WINDOW, -(-topk // MIN_WIDTH) * MIN_WIDTH),
+        extra_page_size=extra_page_size,
+        topks=topks,
         # without sparse prefill, pieces of prompts make the decode call too
         max_tokens=max(
             runner.req_to_token_pool.size * drafts, runner.server_args.chunked_prefill_size or 0
@@ -130,7 +137,7 @@ def _take_over(backend: Any, served: dict[int, SparseLayer]) -> None:
 
     def flash_mla_with_kvcache(**call: Any) -> Any:
         extra = call["extra_k_cache"]
-        layer = None if extra is None else by_page.get(extra.shape[1])
+        layer = by_page.get(0 if extra is None else extra.shape[1])
         return _here_or_there(layer, DECODE, decode, call)
 
     backend._flash_mla_with_kvcache = flash_mla_with_kvcache

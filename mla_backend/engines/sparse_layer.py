@@ -67,15 +67,16 @@ class Form:
 
     Attributes:
         heads: of the queries as the kernels get them, the engine's padding included.
-        page_size, extra_page_size: rows of a page of the window's and of the compressed cache.
-        topks: the most entries of a token's two lists.
+        page_size, extra_page_size: rows of a page of the window's and of the compressed cache; 0
+            for the latter where a layer attends to its window alone.
+        topks: the most entries of a token's two lists, or of its one.
         max_tokens: the most query tokens of a call of decode.
     """
 
     heads: int
     page_size: int
     extra_page_size: int
-    topks: tuple[int, int]
+    topks: tuple[int, ...]
     max_tokens: int
 
 
@@ -132,9 +133,10 @@ class SparseLayer:
         source = next(lead.why for lead in self.leads.values() if lead.sizes)
         form = self.form
         padding = "" if form.heads == heads else f" as {form.heads}"
+        sizes = " and ".join(str(size) for size in (form.page_size, form.extra_page_size) if size)
         return chosen(
-            f"DeepSeek-V4's attention with {heads} heads per rank{padding} over pages of"
-            f" {form.page_size} and {form.extra_page_size} rows",
+            f"DeepSeek-V4's attention with {heads} heads per rank{padding} over pages of {sizes}"
+            " rows",
             self.target,
             f"{' and '.join(here)} run here, where {source} has them ahead of FlashMLA"
             f"{''.join(stay)}",
@@ -145,13 +147,13 @@ class SparseLayer:
         self,
         q: torch.Tensor,
         window: NamedRows,
-        extra: NamedRows,
+        extra: NamedRows | None,
         *,
         scale: float,
         sinks: torch.Tensor,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of query tokens to the rows of two caches of records.
+        """Attention of query tokens to the rows of one or two caches of records.
 
         Args:
             q: ``[tokens, 1, heads, 512]`` bf16.
@@ -164,7 +166,7 @@ class SparseLayer:
         spec = SparseMlaSpec(
             q.shape[2],
             page_size=window.cache.shape[1],
-            extra_page_size=extra.cache.shape[1],
+            extra_page_size=0 if extra is None else extra.cache.shape[1],
         )
         return sparse_mla(
             q,
@@ -204,7 +206,7 @@ class SparseLayer:
         """
         selection = self._selections[self._records]
         most = 0
-        variants: dict[tuple[int, ...], tuple[int, tuple[int, int]]] = {}
+        variants: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
         for tokens in range(1, self.form.max_tokens + 1):
             if not self.covers("decode", tokens):
                 continue
@@ -222,15 +224,17 @@ class SparseLayer:
         if self.covers("prefill", 1):
             self._prefill_nothing(device)
 
-    def _widths(self) -> list[tuple[int, int]]:
+    def _widths(self) -> list[tuple[int, ...]]:
         """The lists' widths: an engine may give those of short contexts half, a quarter, ..."""
+        if not self.form.extra_page_size:
+            return [self.form.topks]
         window, extra = self.form.topks
         shorter = [extra >> n for n in range(1, extra.bit_length()) if extra >> n >= MIN_WIDTH]
         return [(window, width) for width in (extra, *shorter)]
 
-    def _decode_nothing(self, tokens: int, topks: tuple[int, int], device: torch.device) -> None:
-        caches = []
-        sizes = (self.form.page_size, self.form.extra_page_size)
+    def _decode_nothing(self, tokens: int, topks: tuple[int, ...], device: torch.device) -> None:
+        caches: list[NamedRows] = []
+        sizes = (self.form.page_size, self.form.extra_page_size)[: len(topks)]
         for size, topk in zip(sizes, topks, strict=True):
             page = torch.zeros(1, -(-size * 584 // 576) * 576, dtype=torch.uint8, device=device)
             indices = torch.full((tokens, 1, topk), -1, dtype=torch.int32, device=device)
@@ -238,7 +242,8 @@ class SparseLayer:
             cache = page.as_strided((1, size, 584), (page.stride(0), 584, 1))
             caches.append(NamedRows(cache, indices, lengths))
         q, sinks = self._queries(tokens, device)
-        self.decode(q, *caches, scale=1.0, sinks=sinks, out=None)
+        extra = caches[1] if len(caches) > 1 else None
+        self.decode(q, caches[0], extra, scale=1.0, sinks=sinks, out=None)
 
     def _prefill_nothing(self, device: torch.device) -> None:
         q, sinks = self._queries(1, device)

@@ -70,9 +70,6 @@ def refusal(layer: Any, vllm_config: VllmConfig) -> str | None:
         return "VLLM_BATCH_INVARIANT is set, and the splits of a step change with the batch"
     if vllm_config.parallel_config.use_ubatching:
         return "micro-batches run layers at the same time, and these share one scratch memory"
-    # V4.1's layers, which name the one whose rows they read, have rows of ratio 1 too
-    if layer.compress_ratio <= (0 if hasattr(layer, "compressed_cache_prefix") else 1):
-        return "no result compares prefills over a window alone with FlashMLA"
     # V4.1 calls its records of Blackwell so too
     records = "mxfp8" if getattr(layer, "kv_mxfp8", False) else layer.kv_cache_dtype
     if layer.head_dim != HEAD_DIM or records != "fp8_ds_mla":
@@ -97,20 +94,24 @@ def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
     heads = layer.padded_heads
     if unlimited(leads):
         heads = next((n for n in _PADDED if n >= layer.n_local_heads), heads)
-    ratio = layer.compress_ratio
-    if ratio <= 4:  # the indexer's choice
-        topk = vllm_config.model_config.hf_config.index_topk
-    else:  # all compressed tokens of a request
-        topk = -(-vllm_config.model_config.max_model_len // ratio)
-        topk = -(-topk // MIN_WIDTH) * MIN_WIDTH
+    topks: tuple[int, ...] = (layer.window_size,)
+    extra_page_size, ratio = 0, layer.compress_ratio
+    # V4.1's layers, which name the one whose rows they read, have rows of ratio 1 too
+    if ratio > (0 if hasattr(layer, "compressed_cache_prefix") else 1):
+        topk = vllm_config.model_config.hf_config.index_topk  # the indexer's choice
+        if ratio > 4:  # all compressed tokens of a request
+            topk = -(-vllm_config.model_config.max_model_len // ratio)
+            topk = -(-topk // MIN_WIDTH) * MIN_WIDTH
+        topks = (layer.window_size, topk)
+        extra_page_size = max(1, block_tokens(layer, vllm_config) // ratio)
     speculative = vllm_config.speculative_config
     drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
     scheduler = vllm_config.scheduler_config
     form = Form(
         heads=heads,
         page_size=layer.swa_cache_layer.block_size,
-        extra_page_size=max(1, block_tokens(layer, vllm_config) // ratio),
-        topks=(layer.window_size, topk),
+        extra_page_size=extra_page_size,
+        topks=topks,
         max_tokens=min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens),
     )
     device = torch.device(vllm_config.device_config.device_type)

@@ -116,6 +116,7 @@ class Server:
             model_config=SimpleNamespace(dtype=torch.bfloat16),
             server_args=SimpleNamespace(speculative_num_draft_tokens=3, chunked_prefill_size=None),
             req_to_token_pool=SimpleNamespace(size=4),
+            is_draft_worker=False,
         )
 
     def lists(self, tokens: int, layer: int, what: str, width: int, least: int) -> Any:
@@ -213,7 +214,7 @@ def check(out: torch.Tensor, want: torch.Tensor) -> None:
         assert relative_error(out[token], want[token]) < TOLERANCE, token
 
 
-@pytest.mark.parametrize("ratio", FIELDS)
+@pytest.mark.parametrize("ratio", LAYERS)
 @pytest.mark.parametrize(("target", "heads"), [("torch", 8), ("torch", 32), ("triton", 16)])
 def test_steps_have_their_own_heads(serve: Any, target: str, heads: int, ratio: int) -> None:
     server = serve(target, heads)
@@ -268,15 +269,6 @@ def test_a_graph_serves_other_batches_of_its_size(
         out, _ = operator(*calls[0][1], **options)
         check(out[:, 0], server.expected(q[:, 0], sinks, named))
         assert (out[-1] == 0).all()
-
-
-def test_a_window_alone_stays_flashmlas(serve: Any, log_lines: list[str]) -> None:
-    server = serve("torch", 8)
-    assert server.model["0"]._kernel_num_heads(3) == 64  # its queries are padded for it
-    server.step(0, 3)
-    (call,) = server.kernel.calls
-    assert call["q"].shape == (3, 1, 64, 512) and call["extra_k_cache"] is None
-    assert any("ratio 0 stays FlashMLA's: no result compares" in line for line in log_lines)
 
 
 def prefill(server: Server, ratio: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -334,6 +326,7 @@ def test_what_runs_where_is_logged_once(serve: Any, log_lines: list[str]) -> Non
     serve("torch", 8)
     lines = [line for line in log_lines if "attention with 8 heads per rank" in line]
     assert [line.split(" on ")[0].split("over ")[1] for line in lines] == [
+        "pages of 256 rows",
         "pages of 256 and 64 rows",
         "pages of 256 and 2 rows",
         "pages of 256 and 128 rows",
@@ -342,7 +335,7 @@ def test_what_runs_where_is_logged_once(serve: Any, log_lines: list[str]) -> Non
     assert all("decodes and prefills run here, where" in line for line in lines)
 
 
-def test_other_backends_and_records_are_left_alone(
+def test_other_backends_drafts_and_records_are_left_alone(
     serve: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     server = Server(8)
@@ -356,6 +349,11 @@ def test_other_backends_and_records_are_left_alone(
     adapter._install(server.backend, server.runner)
     assert log_lines[-1].endswith("the calls that are served are those of DeepseekV4AttnBackend")
     server.backend.__class__ = DeepseekV4AttnBackend
+    server.runner.is_draft_worker = True
+    adapter._install(server.backend, server.runner)
+    assert log_lines[-1].endswith("the steps of a draft have attention backends of their own")
+    assert server.model["0"]._kernel_num_heads(3) == 64
+    server.runner.is_draft_worker = False
     monkeypatch.setattr(type(server.pool), "get_swa_key_bytes_per_token", lambda self: 528)
     adapter._install(server.backend, server.runner)
     assert log_lines[-1].endswith(

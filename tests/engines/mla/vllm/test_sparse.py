@@ -281,18 +281,15 @@ def _scratch_of(batches: Batches) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize(("version", "ratio"), [("v4", 1), ("v41", 0)])
-def test_a_window_alone_stays_flashmlas(
+def test_a_layer_may_attend_to_its_window_alone(
     serve: Serve, kernel: FlashMla, log_lines: list[str], version: str, ratio: int
 ) -> None:
     batches = serve("torch", 8, ratio, version=version)
-    assert type(batches.layer).__name__ == "DeepseekV4FlashMLAAttention"
-    assert batches.layer.padded_heads == 64
-    assert log_lines[-1] == (
-        "kda-dsv4-backend: DeepSeek-V4 attention stays DeepseekV4FlashMLAAttention's: no result"
-        " compares prefills over a window alone with FlashMLA"
-    )
-    batches.run(DECODES)
-    assert len(kernel.calls) == 1
+    assert type(batches.layer).__name__ == "SparseAttention"
+    assert batches.layer.padded_heads == 8
+    assert f"over pages of {batches.swa_page} rows on cpu" in log_lines[-2]
+    check(batches, batches.run(MIXED))
+    assert not kernel.calls
 
 
 def test_what_is_served_is_logged_once(serve: Serve, log_lines: list[str]) -> None:
@@ -429,6 +426,7 @@ def test_the_gpu_script_sees_what_ran_and_a_wrong_row(
     monkeypatch.setattr(layer, "decode", wrong)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     watch = watch_attention("v4")
+    watch.comparing = True
     batches = serve("torch", 8, 4)
     check_run = batches.run([(131, 132), (0, 1), (0, 3)])
     assert not check_run.isnan().any()
