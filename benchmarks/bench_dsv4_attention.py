@@ -93,24 +93,15 @@ Variant = tuple[str, str | None, dict[str, Any], int | None]
 
 
 def variants_of(heads: int) -> list[Variant]:
-    """The table's choice, then others: fetching warps x rows in their registers, heads of an item,
-    splits, and the Triton path."""
-    fetch = {
-        "8x64": {"fetch_warps": 8, "fetch_rows": 64, "fetch_registers": 152},
-        "8x32": {"fetch_warps": 8, "fetch_rows": 32, "fetch_registers": 128},
-        "4x32": {"fetch_warps": 4, "fetch_rows": 32, "fetch_registers": 168},
-    }
+    """The table's choice, then others: heads of an item, fetching warps, splits, and the Triton
+    path."""
     found: list[Variant] = [("ours", None, {}, None)]
     for tile in (16, 32, 64):
         if tile > max(16, heads):
             continue
-        for name, params in fetch.items():
-            registers = params["fetch_registers"]
-            if tile == 64:
-                registers = 96 if params["fetch_warps"] == 8 else 144
-            chosen = {**params, "fetch_registers": registers, "max_heads": tile}
-            found.append((f"{tile} heads, {name}", "gluon_sm90", chosen, None))
-    found.append(("2 stages", "gluon_sm90", {"num_stages": 2}, None))
+        for warps, registers in ((8, 128), (4, 168)) if tile < 64 else ((8, 96), (4, 144)):
+            params = {"max_heads": tile, "fetch_warps": warps, "fetch_registers": registers}
+            found.append((f"{tile} heads, {warps} warps", "gluon_sm90", params, None))
     found += [(f"{n} splits", "gluon_sm90", {}, n) for n in (2, 5, 8, 18)]
     tile = min(64, max(16, heads))
     found.append(("triton", "triton", {"block_kv": 64, "num_warps": 8, "block_rows": tile}, None))

@@ -41,27 +41,19 @@ class GluonSparseMlaParams:
 
     Attributes:
         max_heads: most heads of a work item: 16, 32 or 64.
-        num_stages: blocks of 64 rows in shared memory; 2 for more than 16 heads.
         fetch_warps: that fetch and dequantise records: 4 or 8; rows of bf16 are copied by 4.
-        fetch_rows: of the next rows, how many they hold in registers: 32 or 64.
         fetch_registers: of each of their threads.
     """
 
     max_heads: int
-    num_stages: int
     fetch_warps: int
-    fetch_rows: int
     fetch_registers: int
 
     def __post_init__(self) -> None:
         if self.max_heads not in (16, 32, 64):
             raise ValueError(f"max_heads must be 16, 32 or 64, got {self.max_heads}")
-        if self.num_stages not in (2, 3):
-            raise ValueError(f"num_stages must be 2 or 3, got {self.num_stages}")
         if self.fetch_warps not in (4, 8):
             raise ValueError(f"fetch_warps must be 4 or 8, got {self.fetch_warps}")
-        if self.fetch_rows not in (32, 64):
-            raise ValueError(f"fetch_rows must be 32 or 64, got {self.fetch_rows}")
 
 
 OPERATORS = (

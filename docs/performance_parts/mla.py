@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from backend_core.target import KNOWN_TARGETS
 from docs.performance_parts.page import by_size, load, mean, section, table, us
-from mla_backend.sparse_mla import select_sparse_mla
-from mla_backend.spec_sparse_mla import SparseMlaSpec
 
 
 def mla_decode() -> list[str]:
@@ -141,7 +138,7 @@ def named_rows() -> list[str]:
     ratios: dict[int, list[float]] = {}
     times: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in sorted(decodes, key=lambda row: (row["layer"], row["batch"], row["topk"])):
-        ours = _of_the_table(row)
+        ours = row["ours_gpu_us"]
         ratio = row["flashmla_gpu_us"] / ours
         ratios.setdefault(row["heads"], []).append(ratio)
         size = (row["layer"], f"{row['batch']:,}", f"{row['topk']:,}")
@@ -151,6 +148,7 @@ def named_rows() -> list[str]:
         [
             str(row["heads"]),
             f"{row['batch']:,}",
+            str(128 + row["topk"]),
             us(row["ours_gpu_us"] / 1e3),
             us(row["variants_us"]["records, ours"] / 1e3),
             us(row["flashmla_gpu_us"] / 1e3),
@@ -164,26 +162,14 @@ def named_rows() -> list[str]:
         "",
         "Decode over records: each request attends to the 128 rows of a window and to top-k others"
         " in pages of 64 rows (ratio 4) or 2 (ratio 128), or to its window alone. *Mixed*: 1 to"
-        " top-k others, in equal measure on a logarithmic scale. Times in µs of the variant that"
-        " the path table takes. FlashMLA's queries are padded to 64 heads, as vLLM pads them. Each"
-        f" is followed by FlashMLA's time over it, whose geometric mean is {means}.",
+        " top-k others, in equal measure on a logarithmic scale. Times are in µs, as the path table"
+        " runs these calls. FlashMLA's queries are padded to 64 heads, as vLLM pads them. Each is"
+        f" followed by FlashMLA's time over it, whose geometric mean is {means}.",
         "",
         *by_size(["layer", "requests", "top-k"], times),
         "",
-        "Prefill by the path table of that run, in µs, over gathered rows of bf16 and over the"
-        " records themselves. FlashMLA does not read records in prefill.",
+        "Prefill, in µs: each token attends to its window alone (128 rows) or to 512 rows more,"
+        " gathered in bf16, or read from the records, which FlashMLA's prefill does not.",
         "",
-        *table(["heads", "tokens", "ours", "ours, records", "FlashMLA", "×"], prefills),
+        *table(["heads", "tokens", "rows", "ours", "ours, records", "FlashMLA", "×"], prefills),
     ]
-
-
-def _of_the_table(row: dict[str, Any]) -> float:
-    """The time in µs of the variant that the H200's path table takes for a row of decodes."""
-    if row["layer"] != "ratio 4":  # which alone is timed in all variants
-        return float(row["ours_gpu_us"])
-    spec = SparseMlaSpec(row["heads"], page_size=64, extra_page_size=64)
-    params = (
-        select_sparse_mla(KNOWN_TARGETS["H200"], spec).row(row["batch"] * spec.num_heads).params
-    )
-    variant = f"{params.max_heads} heads, {params.fetch_warps}x{params.fetch_rows}"
-    return float(row["variants_us"][variant])

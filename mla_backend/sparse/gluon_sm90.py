@@ -165,7 +165,6 @@ def records_kernel(
         "IS_SPLIT": is_split,
         "FETCH_WARPS": params.fetch_warps,
         "FETCH_REGISTERS": params.fetch_registers,
-        "FETCH_ROWS": params.fetch_rows,
     }
     options = {"num_warps": constexprs["WARPS"]}
     return KernelLaunch(sparse_mla_sm90_kernel, constexprs, options, axes=AXES)
@@ -183,6 +182,5 @@ def _work(params: GluonSparseMlaParams, spec: SparseMlaSpec) -> dict[str, int]:
     return {
         "HEADS": heads,
         "ROW_TILES": row_tiles(params, spec.num_heads),
-        "STAGES": params.num_stages if heads <= 16 else 2,
         "WARPS": 8 if heads == 64 else 4,
     }

@@ -102,28 +102,13 @@ def test_without_a_measurement_there_is_no_lead() -> None:
         assert decode_lead(target, heads, kernel) == Lead((), why)
 
 
-# the benchmark's name of the variant that the table takes, by heads and query tokens
-TAKEN = {8: "16 heads, 8x32", 16: "16 heads, 8x32", 32: "32 heads, 8x32"}
-
-
-def sparse_share(row: dict[str, Any], kernel: str) -> float:
-    """The time of the table's own variant over the other kernel's."""
-    if row["layer"] != "ratio 4":
-        return float(row["ours_gpu_us"] / row[f"{kernel}_gpu_us"])
-    name = TAKEN.get(row["heads"], "32 heads, 8x32" if row["batch"] <= 64 else "64 heads, 4x32")
-    if row["batch"] == 1:
-        name = "16 heads, 8x32"
-    variants = row.get("variants_us", {})
-    return float(variants.get(name, row["ours_gpu_us"]) / row[f"{kernel}_gpu_us"])
-
-
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_the_limits_of_sparse_mla_are_those_of_the_result_file(phase: str) -> None:
     found: dict[int, dict[int, list[float]]] = {}
     for row in measured(SPARSE):
         if row["phase"] == phase:
             shares = found.setdefault(row["heads"], {}).setdefault(row["batch"], [])
-            shares.append(sparse_share(row, "flashmla"))
+            shares.append(row["ours_gpu_us"] / row["flashmla_gpu_us"])
     assert found
     for heads, batches in found.items():
         assert sparse_leads(H200, heads)[phase] == Lead(((1, ahead(batches)),), SPARSE)

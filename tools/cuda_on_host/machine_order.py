@@ -304,6 +304,7 @@ def report(package: str = "", folder: str = "", word: str = "") -> dict[str, lis
     for name, place in folders.items():
         importlib.import_module(f"{name}.kernels.sm90").__path__ = [str(place)]
     from block_sparse_backend.variants import masks
+    from mla_backend.kernels.sm90.sparse_mla_compute import STAGES
     from tests.block_sparse import compile_report as block_sparse
     from tests.mla import compile_report as sparse_mla
 
@@ -319,7 +320,7 @@ def report(package: str = "", folder: str = "", word: str = "") -> dict[str, lis
         fetching, computing = (32 * count for count in warps)
         found[name] = barriers_overlaid(code)
         found[name] += roles_disorder(code, folder_of_mla, launch.kernel.__name__)
-        found[name] += ring_disorder(code, folder_of_mla, constants["STAGES"], fetching, computing)
+        found[name] += ring_disorder(code, folder_of_mla, STAGES.value, fetching, computing)
     for is_packed in (False, True):
         name = f"block_sparse gluon{' packed' if is_packed else ''}"
         if word in name:

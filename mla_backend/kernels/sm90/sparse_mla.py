@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backend_core.kernels.gluon_names import reinterpret, thread_barrier
 from mla_backend.kernels.sm90.sparse_mla_compute import (
+    STAGES,
     allocate,
     compute,
     equal_share,
@@ -39,6 +40,9 @@ from mla_backend.kernels.sm90.sparse_mla_compute import (
     piece,
     release,
 )
+
+ROWS = gl.constexpr(32)
+"""Of the next rows, how many the fetching warps hold in registers."""
 
 
 @gluon.constexpr_function
@@ -188,8 +192,6 @@ def _fetch(
     ROW_TILES: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     EXTRA_PAGE_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
 ):
     """The fetching warps: the blocks of every piece of the CTA's work into the ring.
 
@@ -312,15 +314,13 @@ def sparse_mla_sm90_kernel(
     ROW_TILES: gl.constexpr,
     REQUESTS: gl.constexpr,
     IS_SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
     WARPS: gl.constexpr,
     FETCH_WARPS: gl.constexpr,
     FETCH_REGISTERS: gl.constexpr,
-    FETCH_ROWS: gl.constexpr,
 ):
     """Grid: CTAs, which take the items (query tokens x splits x ROW_TILES) in turns, or share the
     tokens of up to ``REQUESTS`` requests equally, if that is not 0; splits is 1 then."""
-    buffers = allocate(HEADS, STAGES, 1)
+    buffers = allocate(HEADS, 1)
     lengths = (lengths_ptr, extra_lengths_ptr)
     sizes = (topk, extra_topk, query_tokens, splits)
     if IS_SPLIT or REQUESTS > 0:
@@ -355,7 +355,6 @@ def sparse_mla_sm90_kernel(
                     WARPS,
                     ROW_TILES,
                     HEADS,
-                    STAGES,
                     REQUESTS,
                     IS_SPLIT,
                     True,
@@ -374,8 +373,6 @@ def sparse_mla_sm90_kernel(
                     ROW_TILES,
                     PAGE_SIZE,
                     EXTRA_PAGE_SIZE,
-                    STAGES,
-                    FETCH_ROWS,
                 ),
             ),
         ],

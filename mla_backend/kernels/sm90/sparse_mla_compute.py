@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from backend_core.kernels.gluon_names import thread_barrier
 
 BLOCK = gl.constexpr(64)
+STAGES = gl.constexpr(2)
+"""Blocks that the ring has room for."""
 OVERHEAD = gl.constexpr(2)
 """What a piece of work takes beside its blocks, in blocks."""
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -153,7 +155,7 @@ def load_names(i, first, end, lists, counts, ROWS: gl.constexpr, layout: gl.cons
 
 
 @gluon.jit
-def allocate(HEADS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+def allocate(HEADS: gl.constexpr, ARRIVALS: gl.constexpr):
     """Shared memory of a CTA: (ring of keys, whether each key is seen, full, empty, queries, p).
 
     Barriers: ``full`` of a stage completes with ARRIVALS, ``empty`` when both products read it.
@@ -175,8 +177,8 @@ def allocate(HEADS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def _store(b_o, weight, to_ptr, first, heads_left, layout: gl.constexpr, RECORDS: gl.constexpr):
-    """[512, HEADS] times a weight per head, to rows of 512 from element ``first`` on."""
+def _store_part(b_o, weight, to_ptr, heads_left, layout: gl.constexpr, RECORDS: gl.constexpr):
+    """[512, HEADS] times a weight per head, to rows of 512 at ``to_ptr``."""
     HEADS: gl.constexpr = b_o.shape[1]
     o_channel = gl.arange(0, 512, layout=gl.SliceLayout(1, layout))
     o_head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, layout))
@@ -184,15 +186,38 @@ def _store(b_o, weight, to_ptr, first, heads_left, layout: gl.constexpr, RECORDS
     if RECORDS:  # the ring's scale and order of channels
         weight *= KEY_SCALE
         o_channel = (o_channel & ~3) | ((o_channel & 1) << 1) | ((o_channel >> 1) & 1)
-    value = (b_o * weight[None, :]).to(to_ptr.dtype.element_ty)
     at = o_head[None, :] * 512 + o_channel[:, None]
-    gl.store(to_ptr + first + at, value, mask=(o_head < heads_left)[None, :])
+    gl.store(to_ptr + at, b_o * weight[None, :], mask=(o_head < heads_left)[None, :])
+
+
+@gluon.jit
+def _store_whole(b_o, weight, out, heads_left, q_s, layout: gl.constexpr, RECORDS: gl.constexpr):
+    """[512, HEADS] times a weight per head, to rows of 512 at ``out``.
+
+    It goes through the queries' memory: a thread has channels of one head far apart.
+    """
+    HEADS: gl.constexpr = b_o.shape[1]
+    weight = gl.convert_layout(weight, gl.SliceLayout(0, b_o.type.layout))
+    if RECORDS:  # the ring's scale
+        weight *= KEY_SCALE
+    value = (b_o * weight[None, :]).to(gl.bfloat16)
+    q_s.permute((1, 0)).store(value)
+    thread_barrier()
+    b_out = q_s.load(layout)
+    thread_barrier()
+    if RECORDS:  # the ring's order of channels
+        b_four = gl.permute(gl.reshape(b_out, [HEADS, 128, 2, 2]), (0, 1, 3, 2))
+        b_out = gl.convert_layout(gl.reshape(b_four, [HEADS, 512]), layout)
+    o_head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout))
+    o_channel = gl.arange(0, 512, layout=gl.SliceLayout(0, layout))
+    at = o_head[:, None] * 512 + o_channel[None, :]
+    gl.store(out + at, b_out, mask=(o_head < heads_left)[:, None])
 
 
 @gluon.jit
 def compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
-             ROW_TILES: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
-             REQUESTS: gl.constexpr, IS_SPLIT: gl.constexpr, RECORDS: gl.constexpr):  # fmt: skip
+            ROW_TILES: gl.constexpr, HEADS: gl.constexpr, REQUESTS: gl.constexpr,
+            IS_SPLIT: gl.constexpr, RECORDS: gl.constexpr):  # fmt: skip
     """The computing warpgroups: logits, softmax and output of every piece of the CTA's work."""
     k_s, seen_s, full, empty, q_s, p_s = buffers
     first, lengths, sizes = work
@@ -274,12 +299,14 @@ def compute(buffers, work, queries, outputs, scale, WARPS: gl.constexpr,
                 lse = gl.where(bad, float("inf"), l2 * LN_2)
                 gl.store(lse_ptr + row + o_head, lse, mask=m_head)
                 weight = gl.where(none, 0.0, 1.0 / total)
-                _store(b_o, weight, out_ptr, row * 512, heads_left, o_layout, RECORDS)
+                out = out_ptr + row * 512
+                _store_whole(b_o, weight, out, heads_left, q_s, q_layout, RECORDS)
         if IS_SPLIT or REQUESTS > 0:  # noqa: SIM102
             if IS_SPLIT or not is_whole:
                 gl.store(partial_lse_ptr + slot_row + o_head, l2, mask=m_head)
                 weight = gl.where(none, 0.0, 1.0 / b_sum)
-                _store(b_o, weight, partial_out_ptr, slot_row * 512, heads_left, o_layout, RECORDS)
+                to_ptr = partial_out_ptr + slot_row * 512
+                _store_part(b_o, weight, to_ptr, heads_left, o_layout, RECORDS)
         if REQUESTS > 0:
             number += 1
         else:

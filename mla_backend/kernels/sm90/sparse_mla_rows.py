@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from backend_core.kernels.gluon_names import pointer_load, thread_barrier
 from mla_backend.kernels.sm90.sparse_mla_compute import (
+    STAGES,
     allocate,
     compute,
     in_turns,
@@ -27,7 +28,6 @@ def _gather(
     stride_kv,
     WARPS: gl.constexpr,
     ROW_TILES: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """The fetching warps of rows of bf16: copies to the ring, as many in flight as it has room.
 
@@ -91,12 +91,11 @@ def sparse_mla_rows_sm90_kernel(
     items,
     HEADS: gl.constexpr,
     ROW_TILES: gl.constexpr,
-    STAGES: gl.constexpr,
     WARPS: gl.constexpr,
     FETCH_WARPS: gl.constexpr,
 ):
     """Grid: CTAs, which take the items (query tokens x ROW_TILES) in turns; keys are plain rows."""
-    buffers = allocate(HEADS, STAGES, 32 * FETCH_WARPS + 1)
+    buffers = allocate(HEADS, 32 * FETCH_WARPS + 1)
     lengths, sizes = (lengths_ptr, None), (topk, 0, query_tokens, 1)
     work = (in_turns(items), lengths, sizes)
     lists_of = (indices_ptr, indices_ptr, stride_indices, stride_indices, (rows, rows))
@@ -116,7 +115,6 @@ def sparse_mla_rows_sm90_kernel(
                     WARPS,
                     ROW_TILES,
                     HEADS,
-                    STAGES,
                     0,
                     False,
                     False,
@@ -132,7 +130,6 @@ def sparse_mla_rows_sm90_kernel(
                     stride_kv,
                     FETCH_WARPS,
                     ROW_TILES,
-                    STAGES,
                 ),
             ),
         ],
