@@ -30,7 +30,8 @@ from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import ChunkTable, build_step_plan
 from tests.kda.prefill_on_host import ROW
 
-SWEEP = Path(__file__).parents[2] / "benchmarks/results/kda_prefill_sweep_h200.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+FITTED = "kda_prefill_sweep_h200.json"  # what the shipped constants were fitted to
 
 
 def shipped_model(num_sms: int) -> CostModel:
@@ -56,19 +57,25 @@ def test_every_tile_has_a_maker_and_every_scan_cta_a_place(num_sms: int) -> None
         assert schedule.intra_ctas in (num_sms, num_sms * schedule.intra_ctas_per_sm)
 
 
-def sweep() -> list[Timed]:
-    return [timed(row) for row in json.loads(SWEEP.read_text())["rows"]]
+def sweep(name: str = FITTED) -> list[Timed]:
+    return [timed(row) for row in json.loads((RESULTS / name).read_text())["rows"]]
 
 
-def test_the_chosen_schedules_are_nearly_the_best_that_were_measured() -> None:
-    """On the sweep, the model's choices take 0.3 % longer than the best on geometric mean, and the
-    worst of them 4.3 %."""
-    rows = sweep()
+@pytest.mark.parametrize(
+    ("name", "mean", "worst"),
+    [(FITTED, 0.005, 1.05), ("kda_prefill_sweep_torch214_h200.json", 0.01, 1.08)],
+)
+def test_the_chosen_schedules_are_nearly_the_best_that_were_measured(
+    name: str, mean: float, worst: float
+) -> None:
+    """On the sweep of the fit the model's choices take 0.3 % longer than the best on geometric mean
+    and the worst 4.3 %; on one of another machine and torch release 0.8 % and 7.3 %."""
+    rows = sweep(name)
     ratios = regrets(shipped_model(132), rows)
     assert len(rows) >= 26
     assert all(len(times) > 1 and min(times.values()) > 0 for _, times in rows)
-    assert mean_regret(ratios) <= 0.05
-    assert max(ratios) <= 1.05
+    assert mean_regret(ratios) <= mean
+    assert max(ratios) <= worst
 
 
 def test_a_wrong_model_would_show() -> None:
