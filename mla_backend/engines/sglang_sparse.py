@@ -168,7 +168,7 @@ def _here_or_there(
 ) -> Any:
     phase = "decode" if name == DECODE else "prefill"
     q: torch.Tensor = call["q"]
-    # drafts of another model pad their queries
+    # a layer that stays FlashMLA's pads its queries, and may have pages of the same size
     if layer is None or q.shape[-2] != layer.form.heads or not layer.covers(phase, q.shape[0]):
         return upstream(**call)
     return make(layer, name, call)
