@@ -1,4 +1,4 @@
-"""Kimi-Linear with random weights in a real sglang engine on one GPU, upstream and with the flag.
+"""Kimi-Linear with random weights in a real sglang engine, upstream and with the flag.
 
     python -m benchmarks.serve_sglang pair CONFIG_DIR sglang_kimi48b.json [--budget 585]
     python -m benchmarks.serve_sglang run side.json --config CONFIG_DIR [--flag]
@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.engines import serve_agreement, serve_profile, serve_work
 from benchmarks.engines.serve_work import SideFile, call_name, decode_name, row, say
-from benchmarks.engines.sglang_server import plant
+from benchmarks.engines.vllm_server import plant
 from benchmarks.serve_vllm import (
     BUDGET,
     draw_weights,
@@ -40,12 +40,12 @@ from benchmarks.serve_vllm import (
     say_paths_of_layers,
     versions,
 )
+from kda_backend.engines import prefill_graphs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-PLUGIN = "kda_dsv4_drawn"
 INTERVALS = 32
-PROFILED = ((1, 512), (1, 2048), (1, 8192))
+PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
 SERVED = "KDA layers on"  # of the line that this package writes at model load
 FULL_ATTENTION = ("default", "triton")  # sglang's own choice of MLA, which is fa3 on Hopper
@@ -59,7 +59,7 @@ TOWERS = {
 
 
 def main() -> int:
-    variants = (NO_GRAPHS, serve_work.DETERMINISTIC)
+    variants = (NO_GRAPHS, serve_work.DETERMINISTIC, serve_work.UPSTREAM_GRAPHS)
     parser, two, one = serve_work.commands(__doc__, PARTS, variants, vllm=False)
     two.add_argument("--budget", type=float, default=585.0, help="seconds, of the whole command")
     one.add_argument("--flag", action="store_true")
@@ -87,7 +87,10 @@ def run(args: argparse.Namespace) -> int:
     asked = Asked()
     asked.take(args)
     with tempfile.TemporaryDirectory() as place:
-        plant(Path(place), PLUGIN, "benchmarks.serve_sglang:draw_at_load")
+        plant(Path(place), "sglang.srt.plugins", "benchmarks.serve_sglang:draw_at_load")
+        if args.variant == serve_work.UPSTREAM_GRAPHS:
+            # captured, upstream's kernel takes logits for step sizes: its layers break the graph
+            os.environ["SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND"] = "1"
         say("importing sglang")
         begin = time.perf_counter()
         import sglang
@@ -137,8 +140,15 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         arguments["decode_attention_backend"] = args.full_attention
     if args.flag:
         arguments["attention_backend"] = "kda"
+    if args.ranks > 1:
+        arguments["tp_size"] = args.ranks
     if args.variant == NO_GRAPHS:
         arguments["disable_prefill_cuda_graph"] = True
+    if args.variant == serve_work.UPSTREAM_GRAPHS:
+        config = json.loads((args.config / "config.json").read_text())
+        most = prefill_graphs.most_tokens(config["hidden_size"], args.ranks, BUDGET)
+        arguments["cuda_graph_backend_prefill"] = "breakable"
+        arguments["cuda_graph_bs_prefill"] = prefill_graphs.sizes(most)
     return {**arguments, **(BESIDE if args.turns else {})}
 
 
@@ -290,37 +300,42 @@ def tokens_of(output: dict[str, Any]) -> dict[str, Any]:
 
 
 def profiles(asked: Asked) -> list[dict[str, Any]]:
+    """Of each call, the profile of each rank."""
     found = []
     for count, length in PROFILED:
         with tempfile.TemporaryDirectory() as place:
             asked.engine.start_profile(output_dir=place, activities=["GPU"])
             asked.call(count, length)
             asked.engine.stop_profile()
-            profile = serve_profile.summary(spans_of(Path(place), 30.0))
-        found.append(serve_profile.shown(call_name(count, length), profile))
+            ranks = [serve_profile.summary(s) for s in traces(Path(place), asked.ranks, 30.0)]
+        found += serve_profile.shown(call_name(count, length), ranks)
     return found
 
 
-def spans_of(place: Path, seconds: float) -> list[tuple[str, float, float]]:
-    """Kernels and copies of the trace that sglang leaves in a folder, as (name, start, end) in µs.
+def traces(place: Path, ranks: int, seconds: float) -> list[list[serve_profile.Span]]:
+    """Kernels and copies of each rank, of the traces that sglang leaves in a folder.
 
     Raises:
-        TimeoutError: no whole trace came in time.
+        TimeoutError: there are not as many whole traces in time.
     """
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        for file in place.rglob("*.trace.json.gz"):
+    found: dict[Path, list[serve_profile.Span]] = {}
+    while len(found) < ranks:
+        if time.monotonic() > until:
+            got = f"got {len(found)}"
+            raise TimeoutError(f"expected {ranks} in {place} within {seconds:.0f} s, {got}")
+        for file in set(place.rglob("*.trace.json.gz")) - set(found):
             try:
                 events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
             except (OSError, EOFError, ValueError):
                 continue  # it is still written
-            return [
+            found[file] = [
                 (event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
                 for event in events
                 if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
             ]
-        time.sleep(0.5)
-    raise TimeoutError(f"expected a trace in {place} within {seconds:.0f} s, got none")
+        time.sleep(0.2)
+    return [found[file] for file in sorted(found)]
 
 
 def engine_of(info: dict[str, Any]) -> dict[str, Any]:

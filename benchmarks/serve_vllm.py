@@ -1,4 +1,4 @@
-"""Kimi-Linear with random weights in a real vLLM engine on one GPU, upstream and with the flag.
+"""Kimi-Linear with random weights in a real vLLM engine, upstream and with the flag.
 
     python -m benchmarks.serve_vllm pair CONFIG_DIR vllm033_kimi48b.json --flag KDA
     python -m benchmarks.serve_vllm run side.json --config CONFIG_DIR [--attention-backend KDA]
@@ -6,25 +6,27 @@
 CONFIG_DIR holds the model's config.json; no checkpoint is needed. ``pair`` runs ``run`` per side,
 one after the other on the GPU, each in a process with empty compile caches, and joins their files.
 By default the engine runs as a server on an H200 does: its own graphs, its own prefix caching (no
-prompt is asked twice but for tokens), 8,192 tokens per step, up to 1,024 sequences.
+prompt is asked twice but for tokens), 8,192 tokens per step, up to 1,024 sequences. ``--ranks`` are
+GPUs of one host, which share the model by tensor parallelism.
 
 ``--layers``, ``--heads`` and ``--experts`` cut the model; four heads are those of one rank of eight
 of Kimi-Linear-48B. ``--beside`` loads all sides at the same time, with small caches, and times them
-one after the other; ``--variant`` adds a side to the flag's, of which `LARGER_GRAPHS` captures more
-sizes than vLLM does by itself.
+one after the other; ``--variant`` adds a side: upstream with the graph sizes that the flag chooses
+by itself, or the flag with another option.
 
 Parts of ``run``, on one load of the model:
 
 - first: the first request after the load.
 - calls: prompts in, one token of each out; medians, and into which steps the engine cut them.
-- decode: a step of 1, 16 and 64 sequences after 128 tokens and after 32k; kernels of a short one.
+- decode: a step of 1, 16, 64 and 256 sequences after 128 tokens, and of up to 64 after 32k; kernels
+  of a short one.
 - shared: a step of 64 sequences behind one prompt of 8k.
-- mixed: 48 requests of 300 to 5,000 tokens, 32 to 127 out, all at once, twice after one that is not
+- mixed: 64 requests of 300 to 5,000 tokens, 32 to 127 out, all at once, twice after one that is not
   timed.
 - tokens: greedy ones for 64 prompts, all at once and one after the other.
 - long_tokens, only where it is named: those for 16 prompts of 4,096 to 9,000 tokens, again from the
   prefix cache, and with other ends.
-- profile: kernels, how busy the GPU is, and Python functions.
+- profile: of each rank, kernels, how busy the GPU is, and Python functions.
 
 Weights are drawn where vLLM loads them, before it derives others from them and captures graphs:
 weights set later are not those that a captured graph reads.
@@ -33,6 +35,7 @@ weights set later are not those that a captured graph reads.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import functools
 import importlib.util
 import json
@@ -41,29 +44,31 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
 from benchmarks.engines.serve_work import SideFile, call_name, decode_name, row, say
+from benchmarks.engines.vllm_server import plant
+from kda_backend.engines import prefill_graphs
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions to workers of ours
 
 BUDGET, SEQUENCES = 8192, 1024  # what `vllm serve` takes on an H200
-PROFILED = ((1, 512), (1, 2048), (1, 8192))
+PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
 HOST_CALL, HOST_CALLS = (1, 2048), 10
 PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long", "shared", "long_tokens")
 CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's own sizes on Hopper
-LARGER_GRAPHS, LARGER = "larger_graphs", (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 BESIDE = {"kv_cache_memory_bytes": 8 * 2**30, "gpu_memory_utilization": 0.2}
 
 
 def main() -> int:
-    variants = (serve_work.DETERMINISTIC, LARGER_GRAPHS)
+    variants = (serve_work.DETERMINISTIC, serve_work.UPSTREAM_GRAPHS)
     parser, two, _ = serve_work.commands(__doc__, PARTS, variants)
     two.add_argument("--limit", type=float, default=540.0, help="for all sides, seconds")
     return serve_work.started(parser, pair, run)
@@ -78,8 +83,13 @@ def pair(args: argparse.Namespace) -> int:
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` beside those that `drawn_engine` gives."""
     options: dict[str, Any] = dict(BESIDE) if args.turns else {}
-    if args.variant == LARGER_GRAPHS:
-        options["compilation_config"] = {"cudagraph_capture_sizes": [*CAPTURED, *LARGER]}
+    if args.ranks > 1:
+        options["tensor_parallel_size"] = args.ranks
+    if args.variant == serve_work.UPSTREAM_GRAPHS:
+        config = json.loads((args.config / "config.json").read_text())
+        most = prefill_graphs.most_tokens(config["hidden_size"], args.ranks, BUDGET)
+        larger = [size for size in prefill_graphs.sizes(most) if size > CAPTURED[-1]]
+        options["compilation_config"] = {"cudagraph_capture_sizes": [*CAPTURED, *larger]}
     common = {"max_num_batched_tokens": BUDGET, "max_num_seqs": SEQUENCES}
     return {"max_model_len": 70000, **common, **options}
 
@@ -94,7 +104,10 @@ def run(args: argparse.Namespace) -> int:
     compilation = Compilation()
     begin = time.perf_counter()
     say_paths_of_layers()
-    llm = drawn_engine(args.attention_backend, model_directory(args), **engine_arguments(args))
+    with tempfile.TemporaryDirectory() as place:
+        if args.ranks > 1:
+            plant(Path(place), "vllm.general_plugins", "benchmarks.serve_vllm:draw_at_load")
+        llm = drawn_engine(args.attention_backend, model_directory(args), **engine_arguments(args))
     load_s = time.perf_counter() - begin
     loading = {key: round(value, 2) for key, value in compilation.spent.items()}
     compilation.kernels.clear()
@@ -104,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
         "environment": environment(args, args.attention_backend),
         "import_s": import_s,
         "memory_after_load_mib": serve_work.memory_used_mib(),
+        "memory_of_ranks_mib": llm.collective_rpc(memory_taken_mib),
         "while_loading": loading,
         "compiled_after_load": compilation.kernels,
     }
@@ -179,7 +193,7 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
         side.part("calls", 25, lambda: serve_work.call_rows(side, asked, steps))
     if "decode" in parts:
         for count, length in serve_work.DECODE_SHORT:
-            work = functools.partial(decode, side, asked, count, length, True)
+            work = functools.partial(decode, side, asked, count, length, asked.ranks == 1)
             side.part(f"decode {count}", 5, work)
     if "mixed" in parts:
         serve_work.mixed_part(side, asked)
@@ -230,16 +244,51 @@ def decode(side: SideFile, asked: Asked, count: int, length: int, kernels: bool)
 
 
 def profiles(asked: Asked) -> list[dict[str, Any]]:
-    return [
-        serve_profile.shown(
-            call_name(*shape), serve_profile.gpu_profile(functools.partial(asked.call, *shape))
-        )
-        for shape in PROFILED
-    ]
+    """Of each call, the profile of each rank."""
+    found = []
+    for shape in PROFILED:
+        asked.call(*shape)
+        asked.llm.collective_rpc(begin_trace)
+        asked.call(*shape)
+        ranks = asked.llm.collective_rpc(end_trace)
+        found += serve_profile.shown(call_name(*shape), ranks)
+    return found
+
+
+def begin_trace(worker: Any) -> None:
+    worker.trace = serve_profile.Trace()
+
+
+def end_trace(worker: Any) -> dict[str, Any]:
+    return serve_profile.summary(worker.__dict__.pop("trace").spans())
+
+
+def memory_taken_mib(worker: Any) -> int:
+    """What torch holds on a rank's GPU beside the pools of the caches."""
+    import torch
+
+    caches = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in flat(worker.model_runner.kv_caches)
+    }
+    return int((torch.cuda.memory_reserved() - sum(caches.values())) / 2**20)
+
+
+def flat(tensors: Any) -> Iterator[Any]:
+    """The tensors of nested lists and tuples."""
+    if isinstance(tensors, (list, tuple)):
+        for one in tensors:
+            yield from flat(one)
+    else:
+        yield tensors
 
 
 def host(asked: Asked) -> dict[str, Any]:
-    found = serve_profile.host_profile(lambda: asked.call(*HOST_CALL), HOST_CALLS)
+    """Python functions of rank 0."""
+    asked.llm.collective_rpc(begin_host_trace)
+    for _ in range(HOST_CALLS):
+        asked.call(*HOST_CALL)
+    found = asked.llm.collective_rpc(end_host_trace)[0]
     say(f"  {call_name(*HOST_CALL)}, Python with its profiler: {found['all_ms']:.1f} ms a call,")
     say(f"    {found['ours_ms']:.1f} ms of it in this package's files; own time of functions:")
     top = found["functions"][:12]
@@ -260,6 +309,23 @@ def drawn_engine(
     if attention_backend:
         options["attention_backend"] = attention_backend
     return LLM(model=model, load_format="drawn", skip_tokenizer_init=True, seed=0, **options)
+
+
+def begin_host_trace(worker: Any) -> None:
+    worker.trace = cProfile.Profile()
+    worker.trace.enable()
+
+
+def end_host_trace(worker: Any) -> dict[str, Any]:
+    profile = worker.__dict__.pop("trace")
+    profile.disable()
+    return serve_profile.functions_of(profile, HOST_CALLS)
+
+
+def draw_at_load() -> None:
+    """In a worker's process: the weights of `drawn_engine`, and the paths of prefills."""
+    register_loader()
+    say_paths_of_layers()
 
 
 def say_paths_of_layers() -> None:
@@ -446,7 +512,9 @@ def environment(args: argparse.Namespace, attention_backend: str | None) -> dict
         "cores": os.cpu_count(),
         "attention_backend": attention_backend,
         "config": args.config.name,
-        **{name: getattr(args, name) for name in ("layers", "heads", "experts", "variant")},
+        **{
+            name: getattr(args, name) for name in ("layers", "heads", "experts", "ranks", "variant")
+        },
     }
 
 

@@ -36,9 +36,8 @@ from benchmarks.engines.dsv4_model import (
     model_directory,
     prompts,
 )
-from benchmarks.engines.sglang_server import plant
+from benchmarks.engines.vllm_server import plant
 
-PLUGIN = "kda_dsv4_dsv4_benchmark"
 CACHE_TOKENS = 131072
 CAPTURED = [1, 2, 4, 8, 16, 32, 64]  # requests of the graphs of decodes
 FIRST_PORT = 21500
@@ -63,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.update(switches(args.side))
     with tempfile.TemporaryDirectory() as place:
-        plant(Path(place), PLUGIN, "benchmarks.engines.dsv4_sglang_plugin:install")
+        plant(Path(place), "sglang.srt.plugins", "benchmarks.engines.dsv4_sglang_plugin:install")
         run(args.side, args.model, args.heads, args.out)
 
 

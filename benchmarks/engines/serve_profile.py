@@ -16,25 +16,16 @@ KERNELS, FUNCTIONS, GAPS, NAME = 12, 20, 4, 200
 _ROOTS = ("vllm", "sglang", "torch", "triton", *OURS)
 
 
-def gpu_profile(call: Callable[[], Any]) -> dict[str, Any]:
-    """A call's kernels and copies, by CUPTI.
-
-    ``gpu_ms`` is their sum, ``span_ms`` from the first one's start to the last one's end, and
-    ``busy`` the share of the span in which at least one runs: what is missing to 1 the GPU waits.
-    ``kernels`` has the `KERNELS` with the most time as name -> [ms, launches].
-    """
-    return summary(spans_of(call))
-
-
-def shown(what: str, profile: dict[str, Any]) -> dict[str, Any]:
-    """Print a call's profile in two lines, and return it with its name."""
-    say(
-        f"  {what}: GPU {profile['gpu_ms']:.1f} ms in {profile['launches']} launches, busy"
-        f" {profile['busy']:.0%} of {profile['span_ms']:.1f} ms"
-    )
-    top = list(profile["kernels"].items())[:10]
+def shown(what: str, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print a call's profile on each rank; returns them with the call's name and the rank."""
+    for rank, profile in enumerate(ranks):
+        say(
+            f"  {what}, rank {rank}: GPU {profile['gpu_ms']:.1f} ms in {profile['launches']}"
+            f" launches, busy {profile['busy']:.0%} of {profile['span_ms']:.1f} ms"
+        )
+    top = list(ranks[0]["kernels"].items())[:10]
     say("    " + "; ".join(f"{name[:44]} {ms:.2f} in {n}" for name, (ms, n) in top))
-    return {"what": what, **profile}
+    return [{"what": what, "rank": rank, **profile} for rank, profile in enumerate(ranks)]
 
 
 def kernels_of(call: Callable[[], Any]) -> dict[str, tuple[float, int]]:
@@ -46,23 +37,46 @@ def kernels_of(call: Callable[[], Any]) -> dict[str, tuple[float, int]]:
     return found
 
 
-def spans_of(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
-    """A call's kernels and copies as (name, start, end), in µs."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
+Span = tuple[str, float, float]
+"""A kernel or a copy: its name, start and end, in µs."""
 
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        call()
+
+class Trace:
+    """What this process runs on its GPU from now on, by CUPTI."""
+
+    def __init__(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        self.record = profile(activities=[ProfilerActivity.CUDA])
+        self.record.start()
+
+    def spans(self) -> list[Span]:
+        """The kernels and copies; the trace ends."""
+        import torch
+
         torch.cuda.synchronize()
-    return [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in record.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-    ]
+        self.record.stop()
+        return [
+            (event.name, event.time_range.start, event.time_range.end)
+            for event in self.record.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        ]
 
 
-def summary(spans: list[tuple[str, float, float]]) -> dict[str, Any]:
-    """Of (name, start, end) in µs, what `gpu_profile` returns."""
+def spans_of(call: Callable[[], Any]) -> list[Span]:
+    """A call's kernels and copies."""
+    trace = Trace()
+    call()
+    return trace.spans()
+
+
+def summary(spans: list[Span]) -> dict[str, Any]:
+    """Of the kernels and copies of a call, how busy the GPU is.
+
+    ``gpu_ms`` is their sum, ``span_ms`` from the first one's start to the last one's end, and
+    ``busy`` the share of the span in which at least one runs: what is missing to 1 the GPU waits.
+    ``kernels`` has the `KERNELS` with the most time as name -> [ms, launches].
+    """
     if not spans:
         raise ValueError("the profiler saw no kernel: expected at least one, got none")
     by_kernel: dict[str, list[float]] = {}
@@ -94,13 +108,8 @@ def longest(kernels: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]
     return {name[:NAME]: times for name, times in top}
 
 
-def host_profile(call: Callable[[], Any], calls: int) -> dict[str, Any]:
+def functions_of(profile: cProfile.Profile, calls: int) -> dict[str, Any]:
     """Python functions of ``calls`` calls by their own time; the profiler's time is part of it."""
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(calls):
-        call()
-    profile.disable()
     rows = []
     entries: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     for (file, _, name), (_, count, own, total, _) in entries.items():

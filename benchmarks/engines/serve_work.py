@@ -1,8 +1,8 @@
 """The work of the serve benchmarks, and the parent that gives it to both sides.
 
 `Asked` is an engine of either kind, and the functions below it are parts that both measure. `pair`
-runs a benchmark's child process for each side: upstream, with the flag, and with the flag and a
-variant of the options where one is asked for. Each child writes a file of its own after every part
+runs a benchmark's child process for each side: upstream, with the flag, and a variant of either
+where one is asked for. Each child writes a file of its own after every part
 (`SideFile`), so that a run that is cut off leaves what it has measured; the parent joins them into
 rows of ``{"what", "kind", "upstream_ms", "flag_ms"}``. Times are in ms.
 """
@@ -34,16 +34,18 @@ from backend_core.testing.records import write_record
 from benchmarks.engines import serve_agreement
 
 CALLS = (
-    *((1, 128), (1, 512), (1, 640), (1, 1024), (1, 2048), (1, 8192)),
+    *((1, 128), (1, 512), (1, 640), (1, 1024), (1, 2048), (1, 4096), (1, 8192)),
     *((8, 1024), (1, 32768)),
 )
-DECODE_SHORT = ((1, 128), (16, 128), (64, 128))
+DECODE_SHORT = ((1, 128), (16, 128), (64, 128), (256, 128))
 DECODE_LONG = ((1, 32768), (16, 32768), (64, 32768))
 SHARED_PROMPT = (64, 8192)  # requests that decode behind one system prompt
 TURNS = 5
-MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 48, (300, 5000), (32, 127)
+MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 64, (300, 5000), (32, 127)
 LONG_PROMPT = (4096, 9000)
-DETERMINISTIC = "deterministic_prefix"  # a variant of both engines
+DETERMINISTIC = "deterministic_prefix"  # a variant of the flag's side in both engines
+UPSTREAM_GRAPHS = "upstream_graphs"  # upstream with prefill graphs of the flag's sizes
+WITHOUT_FLAG = ("upstream", UPSTREAM_GRAPHS)
 BY_NAME = ("long_tokens",)  # parts that are only done where they are named
 PATH = "KDA prefill by"  # how a line of `say_paths` begins
 SIDES = ("upstream", "flag")
@@ -58,17 +60,19 @@ class Asked(ABC):
     Attributes:
         calls: prompts and tokens of each of the calls that are timed.
         turn: of sides that run beside each other.
+        ranks: GPUs.
     """
 
     calls: Sequence[tuple[int, int]] = CALLS
     turn: Turn | None = None
+    ranks: int = 1
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
 
     def take(self, args: argparse.Namespace) -> None:
         """What the command line says of what is asked and of this process, before the engine."""
-        self.calls = args.calls
+        self.calls, self.ranks = args.calls, args.ranks
         self.turn = Turn(args.turns) if args.turns else None
         if args.variant == DETERMINISTIC:
             os.environ["KDA_DSV4_DETERMINISTIC_PREFIX"] = "1"
@@ -208,7 +212,7 @@ def mixed_row(generate: Callable[[list[list[int]], list[int]], float]) -> dict[s
         new_tokens = [rng.randint(*MIXED_NEW) for _ in range(MIXED_REQUESTS)]
         seconds.append(generate([prompt_of(rng, length) for length in lengths], new_tokens))
     first, *timed = (1e3 * x for x in seconds)
-    what = "mixed load of 48 requests"
+    what = f"mixed load of {MIXED_REQUESTS} requests"
     return row(what, "mixed", sum(timed) / len(timed), runs_ms=timed, first_ms=first)
 
 
@@ -359,7 +363,7 @@ def commands(
     Args:
         parts: of a script that takes a folder with the model's config.json; `BY_NAME` are not done
             by default.
-        variants: of the flag's side.
+        variants: of the flag's side, and `UPSTREAM_GRAPHS`.
         vllm: the flag is vLLM's.
     """
     parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
@@ -378,7 +382,8 @@ def commands(
         command.add_argument("--heads", type=int, help="of each attention layer")
         command.add_argument("--experts", type=int, help="of each layer, or 0")
         command.add_argument("--calls", nargs="+", type=shape, default=CALLS, help="as 1x512")
-        command.add_argument("--variant", choices=variants, help="one more side, of the flag's")
+        command.add_argument("--ranks", type=int, default=1, help="GPUs, by tensor parallelism")
+        command.add_argument("--variant", choices=variants, help="one more side")
         command.add_argument("--caches", type=Path, help="of what is compiled, kept; else empty")
     if parts:
         two.add_argument("--beside", action="store_true", help="load all sides at the same time")
@@ -404,13 +409,14 @@ def sides_of(args: argparse.Namespace, flag: list[str], more: list[str]) -> dict
     """
     common = ["--config", str(args.config), "--parts", *args.parts, *more]
     common += ["--calls", *(f"{count}x{length}" for count, length in args.calls)]
-    for name in ("layers", "heads", "experts", "caches"):
+    for name in ("layers", "heads", "experts", "caches", "ranks"):
         if getattr(args, name) is not None:
             common += [f"--{name}", str(getattr(args, name))]
     # ours first: what fails in it shows before upstream's minutes are spent
     sides = {"flag": [*common, *flag], "upstream": common}
     if args.variant:
-        sides[args.variant] = [*common, *flag, "--variant", args.variant]
+        own = [] if args.variant in WITHOUT_FLAG else flag
+        sides[args.variant] = [*common, *own, "--variant", args.variant]
     return sides
 
 
@@ -517,7 +523,7 @@ def pair(
         data = run_side(module, side, own, out, until)
         if data is None:
             return
-        if side != "upstream" and not any(served in line for line in data["said"] or [""]):
+        if side not in WITHOUT_FLAG and not any(served in line for line in data["said"] or [""]):
             data["failed"]["served"] = f"expected a line with {served!r} in the log"
         found[side] = data
         script = f"{module.replace('.', '/')}.py"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.vllm_server import RECALL, Server, plug_in
+from benchmarks.engines.vllm_server import RECALL, Server
 
 IDLE_S = 2.0
 FLAGS = {  # the full-attention layers run on sglang's triton backend on both sides
@@ -18,12 +18,6 @@ FLAGS = {  # the full-attention layers run on sglang's triton backend on both si
         *("--prefill-attention-backend", "triton", "--decode-attention-backend", "triton"),
     ],
 }
-
-
-def plant(place: Path, name: str, function: str) -> None:
-    """Put a plug-in on the search path, which calls a function in each process of an engine."""
-    os.environ["PYTHONPATH"] = plug_in(place, name, "sglang.srt.plugins", function)
-    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)[:2]
 
 
 class SglangServer(Server):

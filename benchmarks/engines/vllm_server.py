@@ -183,6 +183,19 @@ def plug_in(place: Path, name: str, group: str, function: str) -> str:
     return os.pathsep.join([str(place), str(RECALL.parents[1]), *([old] if old else [])])
 
 
+def plant(place: Path, group: str, function: str) -> None:
+    """Put a plug-in on the search path, which calls a function in each process of an engine.
+
+    Args:
+        place: an empty folder.
+        group: of the engine's entry points.
+        function: ``"module:function"``.
+    """
+    name = function.rpartition(":")[2]
+    os.environ["PYTHONPATH"] = plug_in(place, name, group, function)
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)[:2]
+
+
 def completion(
     prompt: list[int], salt: str, new_tokens: int = recall.MAX_ANSWER_TOKENS, **more: Any
 ) -> dict[str, Any]:

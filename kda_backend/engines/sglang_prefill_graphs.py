@@ -1,10 +1,15 @@
 """Prefill steps of KDA models inside sglang's breakable CUDA graphs.
 
-sglang leaves prefill graphs off for KDA models but GLM-5.3-Flash. A step of few tokens is bound by
-its host time, so with this package's flag they are turned on up to `MAX_TOKENS` tokens; what the
-user says of them stays, as do all other rules by which sglang turns them off. From 0.5.22 on the
-KDA layers are captured too, on tables of `MAX_SEQUENCES` sequences; before, the graph breaks at
-each of them.
+sglang leaves prefill graphs off for KDA models but GLM-5.3-Flash. A step that is not captured is
+bound by its host time, so with this package's flag they are turned on, up to the tokens of
+`prefill_graphs`; what the user says of them stays, as do all other rules by which sglang turns them
+off. From 0.5.22 on the KDA layers are captured too, on tables of `most_sequences`; before, the
+graph breaks at each of them.
+
+A captured MLA layer takes its absorbed form, whose attention reads latents of 576 channels instead
+of keys of 192, and costs the more the longer the prompt. In graphs of more than `ABSORBED_TOKENS`
+such a layer runs outside of the graph as a whole (`sglang_mla_breaks`), in the form that sglang
+gives the batch.
 
 Upstream's own kernel may not be captured: for Kimi-Linear and Kimi-K3 it takes the logits of step
 sizes for step sizes there. Where ours is not installed the graph breaks at the KDA layers.
@@ -19,21 +24,26 @@ from typing import Any
 from sglang.srt.utils.common import is_cuda
 
 from backend_core.engines.sglang_flag import is_requested, say
+from kda_backend.engines.prefill_graphs import most_tokens, sizes
 
-MAX_TOKENS = 1024
-"""Of a step: a captured prefill takes the absorbed form of MLA, which loses beyond."""
-BUCKETS = (
-    *(8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, MAX_TOKENS),
+ABSORBED_TOKENS = 1024
+"""Of the largest graph that holds MLA layers in their absorbed form."""
+_MOST_TOKENS = 8192  # sglang's ceiling for MLA, where the user does not bound a step
+_TASKS = (
+    512  # sequences times value heads of a rank, each a task of the scan also where it is empty
 )
-"""Tokens of the graphs. One is replayed for up to twice as few."""
-MAX_SEQUENCES = 16
-"""Of a captured step; one with more runs outside of graphs."""
 _SEQUENCES_VARIABLE = "SGLANG_KDA_PREFILL_GRAPH_MAX_SEQS"
 
 
-def most_sequences() -> int:
-    """Of a captured prefill step."""
-    return int(os.environ.get(_SEQUENCES_VARIABLE, MAX_SEQUENCES))
+def most_sequences(value_heads: int) -> int:
+    """Of a captured prefill step, whose tables have a place for each; one with more runs outside of
+    graphs.
+
+    Args:
+        value_heads: of a KDA layer on this rank.
+    """
+    said = os.environ.get(_SEQUENCES_VARIABLE)
+    return int(said) if said else min(128, max(16, _TASKS // value_heads))
 
 
 def register() -> None:
@@ -63,11 +73,11 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     if hook.resolving_view(server_args).enable_memory_saver:
         return  # breakable graphs refuse it as the server starts
-    sizes: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     if not {(phase, "max_bs"), (phase, "bs")} & locked:
-        buckets = _buckets(server_args.chunked_prefill_size)
-        sizes = {"max_bs": buckets[-1], "bs": buckets}
-    enabled = hook.with_phase(config, phase, backend=hook.Backend.BREAKABLE, **sizes)
+        buckets = _buckets(server_args, hook.model_config_of(server_args).hf_text_config)
+        resolved = {"max_bs": buckets[-1], "bs": buckets}
+    enabled = hook.with_phase(config, phase, backend=hook.Backend.BREAKABLE, **resolved)
     hook.declare_resolution(server_args, "kda_dsv4_prefill_graphs", cuda_graph_config=enabled)
     rule = model_config.uses_kda_attention
     try:
@@ -85,10 +95,31 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         )
 
 
-def _buckets(chunked_prefill_size: int | None) -> list[int]:
-    """Tokens of the graphs, up to the longest step that the user allows."""
-    most = chunked_prefill_size if chunked_prefill_size and chunked_prefill_size > 0 else MAX_TOKENS
-    return [tokens for tokens in BUCKETS if tokens <= most] or [BUCKETS[0]]
+def _buckets(server_args: Any, text_config: Any) -> list[int]:
+    """Tokens of the graphs, up to the longest step that the user allows.
+
+    Args:
+        text_config: the model's, whose MLA layers may run outside of graphs.
+    """
+    chunk = server_args.chunked_prefill_size
+    budget = chunk if chunk and chunk > 0 else _MOST_TOKENS
+    most = min(budget, ABSORBED_TOKENS)
+    if mla_runs_outside(text_config):
+        ranks = server_args.tp_size
+        if server_args.enable_dp_attention:
+            ranks //= server_args.dp_size
+        most = max(most, most_tokens(text_config.hidden_size, ranks, budget))
+    return sizes(most)
+
+
+def mla_runs_outside(text_config: Any) -> bool:
+    """Whether `sglang_mla_breaks` can run the MLA layers of a model outside of its graphs.
+
+    The latents of compressed queries are computed beside the layer's norm, which is captured.
+    """
+    return getattr(text_config, "q_lora_rank", None) is None and hasattr(
+        text_config, "kv_lora_rank"
+    )
 
 
 def captures_kda(backend: Any) -> bool:
@@ -97,7 +128,7 @@ def captures_kda(backend: Any) -> bool:
 
 
 def prepare(backend: Any, runner: Any, *, ours: bool) -> None:
-    """Before graphs are captured: fewer sequences, or no KDA layers in them.
+    """Before graphs are captured: fewer sequences, or no KDA layers in them; MLA layers outside.
 
     Args:
         backend: sglang's attention backend of a hybrid model.
@@ -105,6 +136,10 @@ def prepare(backend: Any, runner: Any, *, ours: bool) -> None:
     """
     if not captures_kda(backend):
         return
+    if mla_runs_outside(runner.model_config.hf_text_config):
+        from kda_backend.engines.sglang_mla_breaks import break_at_mla
+
+        break_at_mla(runner.model, ABSORBED_TOKENS)
     if not ours:
         # GLM-5.3-Flash's step sizes are right, and sglang turns its graphs on by itself
         if "Glm5NextForConditionalGeneration" in runner.model_config.hf_config.architectures:
@@ -112,5 +147,7 @@ def prepare(backend: Any, runner: Any, *, ours: bool) -> None:
         backend.use_captured_forward_metadata_for_breakable_cuda_graph = False
         say("prefill graphs break at the KDA layers, which are upstream's")
         return
-    backend.linear_attn_backend.prefill_graph_max_seqs = most_sequences()
-    backend.prefill_cuda_graph_max_batch_size = most_sequences()
+    kernel = backend.linear_attn_backend.kernel_dispatcher.extend_kernel
+    sequences = most_sequences(kernel.selection.shape.num_value_heads)
+    backend.linear_attn_backend.prefill_graph_max_seqs = sequences
+    backend.prefill_cuda_graph_max_batch_size = sequences

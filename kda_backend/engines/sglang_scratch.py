@@ -53,7 +53,8 @@ def reserve_scratch(runner: Any, selection: KdaSelection, num_layers: int) -> No
     tokens, requests = largest_prefill(runner, num_layers)
     if check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
         # a captured step has as many sequences, however few requests the server runs
-        requests = max(requests, min(most_sequences(), tokens))
+        captured = most_sequences(selection.shape.num_value_heads)
+        requests = max(requests, min(captured, tokens))
     scratch = Scratch(torch.device(runner.device))
     grow(scratch, selection, tokens, requests)
     setattr(runner, _RESERVED, Reserved(scratch, tokens, requests))

@@ -6,7 +6,8 @@
 The flag is `backend_core.engines.vllm_flag`'s, which leaves the softmax layers to the platform or
 to another family. vLLM builds a KDA layer as the class that is registered in place of its own by
 name, once a model has imported the module that defines it: `vllm_layer` and one small file for each
-model's layer. Without the flag that class turns into upstream's as it is built.
+model's layer. Without the flag that class turns into upstream's as it is built. The flag also has
+vLLM capture longer prefill steps (`vllm_graphs`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from backend_core.engines import vllm_flag
+from backend_core.engines.after_import import after_import
 from backend_core.engines.vllm_flag import VllmLayerClaim
+from kda_backend.engines import vllm_graphs
 
 FAMILY = "kda"
 LAYER = "KimiGatedDeltaNetAttention"
@@ -56,6 +59,7 @@ def register() -> None:
         "linear_attention", "Kimi Delta Attention", tuple(REPLACED), replace_layer
     )
     vllm_flag.register_family(FAMILY, [claim])
+    after_import("vllm.config.vllm", vllm_graphs.install)
 
 
 def replace_layer(module: ModuleType) -> None:

@@ -39,6 +39,9 @@ class Engine:
         self.llm_engine = types.SimpleNamespace(engine_core=self)
         self.busy = 1  # refuses so often to empty its prefix cache
 
+    def collective_rpc(self, call: Any) -> list[Any]:
+        return [call(self)]
+
     def reset_prefix_cache(self) -> bool:
         self.busy -= 1
         return self.busy < 0
@@ -79,7 +82,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> serve_vllm.Asked:
         call()
         return [("gemm", 0.0, 2000.0), ("kda_decode_step", 3000.0, 4000.0)]
 
+    class Trace:
+        def spans(self) -> list[serve_profile.Span]:
+            return spans(lambda: None)
+
     monkeypatch.setattr(serve_profile, "spans_of", spans)
+    monkeypatch.setattr(serve_profile, "Trace", Trace)
     asked = serve_vllm.Asked()
     asked.llm = Engine()
     asked.log = decode_vllm.StepLog(asked.llm)
@@ -104,11 +112,12 @@ def test_every_part_writes_its_rows(asked: serve_vllm.Asked, tmp_path: Path) -> 
         *calls,
         *steps,
         "decode step, 4 × 2,048 of one prompt",
-        "mixed load of 48 requests",
+        "mixed load of 64 requests",
     }
     cut = next(row for row in kept["rows"] if row["what"] == "1 × 2,048")
     assert cut["steps"] == [BUDGET] * 4
     assert [profile["what"] for profile in kept["profiles"]] == [
+        "1 × 128",
         "1 × 512",
         "1 × 2,048",
         "1 × 8,192",
@@ -307,6 +316,19 @@ def test_each_side_is_given_the_options_of_the_pair(tmp_path: Path) -> None:
     same = ("config", "parts", "calls", "layers", "heads", "experts", "caches", "variant")
     assert {name: getattr(again, name) for name in same} == {n: getattr(args, n) for n in same}
     assert options(*sides["upstream"]).attention_backend is None
+
+
+def test_upstream_with_the_flags_graphs_is_a_side_without_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 2304}')
+    words = ["--config", str(tmp_path), "--ranks", "4", "--variant", "upstream_graphs"]
+    sides = serve_work.sides_of(options(*words), ["--attention-backend", "KDA"], [])
+    again = options(*sides["upstream_graphs"])
+    assert again.attention_backend is None and again.ranks == 4
+    arguments = serve_vllm.engine_arguments(again)
+    captured = arguments["compilation_config"]["cudagraph_capture_sizes"]
+    assert arguments["tensor_parallel_size"] == 4
+    assert captured[:51] == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert captured[51] == 640 and captured[-1] == 8192
 
 
 def test_a_side_takes_its_caches_and_its_variant(

@@ -18,7 +18,7 @@ from backend_core.engines import Engine
 from benchmarks import dsv4_engine_sglang, recall_sglang, serve_sglang
 from benchmarks.engines import dsv4_model, dsv4_sglang_plugin, dsv4_sglang_side
 from benchmarks.engines.dsv4_model import BATCHED_TOKENS, MTP_SIDES, SIDES
-from benchmarks.engines.sglang_server import plant
+from benchmarks.engines.vllm_server import plant
 from kda_backend.engines import sglang_prefill_graphs
 
 CONFIGS = Path(serve_sglang.__file__).parent / "engines" / "configs"
@@ -34,9 +34,9 @@ def test_weights_are_drawn_where_sglang_draws_its_dummies(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    plant(tmp_path, serve_sglang.PLUGIN, "benchmarks.serve_sglang:draw_at_load")
+    plant(tmp_path, "sglang.srt.plugins", "benchmarks.serve_sglang:draw_at_load")
     found = [one for one in entry_points(group="sglang.srt.plugins")]
-    planted = next(one for one in found if one.name == serve_sglang.PLUGIN)
+    planted = next(one for one in found if one.name == "draw_at_load")
     loader = pytest.importorskip("sglang.srt.model_loader.loader")
     monkeypatch.setattr(loader, "initialize_dummy_weights", loader.initialize_dummy_weights)
     planted.load()()

@@ -35,18 +35,16 @@ def test_the_scheduler_is_where_steps_are_logged() -> None:
     assert "total_num_scheduled_tokens" in fields
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     assert {"attention_backend", "load_format", "max_num_seqs", "enable_prefix_caching"} <= known
-    args = argparse.Namespace(turns=Path("turns"), variant=serve_vllm.LARGER_GRAPHS)
+    args = argparse.Namespace(turns=Path("turns"), variant=None, ranks=2)
     assert set(serve_vllm.engine_arguments(args)) <= known
 
 
-def test_larger_graphs_are_added_to_vllms_own() -> None:
-    """Of the sizes that vLLM captures on Hopper without being told, up to 512."""
+def test_upstream_graphs_begin_with_vllms_own() -> None:
+    """With the sizes that vLLM captures on Hopper without being told, up to 512."""
     from vllm.config import vllm as config
 
     source = " ".join(inspect.getsource(config.VllmConfig._set_cudagraph_sizes).split())
     assert "i for i in [1, 2, 4] if i <= max_cudagraph_capture_size" in source
     assert "range(8, min(max_cudagraph_capture_size + 1, 256), 8)" in source
     assert "range(256, max_cudagraph_capture_size + 1, 16)" in source
-    args = argparse.Namespace(turns=None, variant=serve_vllm.LARGER_GRAPHS)
-    found = serve_vllm.engine_arguments(args)["compilation_config"]["cudagraph_capture_sizes"]
-    assert found == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *serve_vllm.LARGER]
+    assert (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) == serve_vllm.CAPTURED

@@ -10,7 +10,7 @@ from sglang.srt.arg_groups.cuda_graph_hook import resolving_view
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.model_executor import cuda_graph_config
 
-from kda_backend.engines import sglang_layer, sglang_prefill_graphs
+from kda_backend.engines import prefill_graphs, sglang_layer, sglang_prefill_graphs
 from tests.engines.kda.sglang.harness import Served, server_args
 
 FLAG = ("--attention-backend", "kda")
@@ -36,8 +36,9 @@ def prefill(*options: str) -> Any:
 def test_graphs_are_on_with_the_flag_alone(on_a_gpu: None) -> None:
     assert prefill().backend == "disabled"
     config = prefill(*FLAG)
-    assert (config.backend, config.max_bs) == ("breakable", 1024)
-    assert config.bs == list(sglang_prefill_graphs.BUCKETS)
+    # the checkpoint has narrow layers, whose work never hides the host
+    assert (config.backend, config.max_bs) == ("breakable", 8192)
+    assert config.bs == prefill_graphs.sizes(8192)
     # every batch of up to so many tokens has a graph of less than twice as many
     assert all(b < 2 * a for a, b in zip(config.bs, config.bs[1:], strict=False) if a > 16)
 
@@ -75,8 +76,9 @@ def test_a_graph_breaks_at_kda_layers_that_stay_upstreams(monkeypatch: pytest.Mo
     monkeypatch.setattr(hybrid_linear_attn_backend, "check_cuda_graph_backend", lambda *_: True)
     served = Served(*FLAG)
     assert served.backend.use_captured_forward_metadata_for_breakable_cuda_graph
-    assert served.backend.prefill_cuda_graph_max_batch_size == 16
-    assert served.backend.linear_attn_backend.prefill_graph_max_seqs == 16
+    # a captured scan has as many tasks for the checkpoint's two heads as for 32 of 16 sequences
+    assert served.backend.prefill_cuda_graph_max_batch_size == 128
+    assert served.backend.linear_attn_backend.prefill_graph_max_seqs == 128
 
     def no_path(*_: Any) -> None:
         raise LookupError("no path of cpu serves K = 512")
@@ -90,7 +92,8 @@ def test_a_graph_breaks_at_kda_layers_that_stay_upstreams(monkeypatch: pytest.Mo
 def test_glms_own_graphs_stay() -> None:
     """Its step sizes are right in upstream's kernel."""
     backend = SimpleNamespace(use_captured_forward_metadata_for_breakable_cuda_graph=True)
-    config = SimpleNamespace(architectures=["Glm5NextForConditionalGeneration"])
-    runner = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
+    config = SimpleNamespace(architectures=["Glm5NextForConditionalGeneration"], q_lora_rank=1536)
+    model_config = SimpleNamespace(hf_config=config, hf_text_config=config)
+    runner = SimpleNamespace(model_config=model_config)
     sglang_prefill_graphs.prepare(backend, runner, ours=False)
     assert backend.use_captured_forward_metadata_for_breakable_cuda_graph

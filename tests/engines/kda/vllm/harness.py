@@ -31,10 +31,11 @@ def engine_config(*, flag: bool, **options: Any) -> VllmConfig:
     return EngineArgs(
         model=str(CHECKPOINT),
         skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=1024,
         enable_prefix_caching=False,
-        **{"dtype": "bfloat16", "max_num_seqs": 8, **backend, **options},
+        **{
+            **{"dtype": "bfloat16", "max_num_seqs": 8, "max_model_len": 1024},
+            **{"enforce_eager": True, **backend, **options},
+        },
     ).create_engine_config()
 
 

@@ -1,0 +1,97 @@
+"""vLLM: prefill steps of KDA models in CUDA graphs of more sizes.
+
+vLLM captures steps of up to 512 tokens by default; a longer one takes what its host needs. With
+this package's flag the sizes of `prefill_graphs` are captured too. What the user says of sizes,
+modes or eager execution stays as it is, and so do servers of a kind for which no time was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import ModuleType
+from typing import Any
+
+from backend_core.engines.vllm_flag import requested, say
+from kda_backend.engines.prefill_graphs import most_tokens, sizes
+from kda_backend.family import model_refusal
+
+_INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
+
+
+def install(config_module: ModuleType) -> None:
+    """Let ``VllmConfig`` of vLLM's module ``vllm.config.vllm`` add the sizes to its own; a second
+    call changes nothing."""
+    upstream = getattr(config_module.VllmConfig, "_set_cudagraph_sizes", None)
+    if hasattr(upstream, _INSTALLED):
+        return
+    if upstream is None or list(inspect.signature(upstream).parameters) != ["self"]:
+        say(
+            "prefill graphs keep vLLM's sizes: VllmConfig._set_cudagraph_sizes(self) is not in this"
+            " release"
+        )
+        return
+
+    @functools.wraps(upstream)
+    def set_sizes(self: Any) -> None:
+        compilation = self.compilation_config
+        said = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size)
+        upstream(self)
+        if said == (None, None) and requested(self) is not None and _refusal(self) is None:
+            add_sizes(self, upstream)
+
+    setattr(set_sizes, _INSTALLED, True)
+    config_module.VllmConfig._set_cudagraph_sizes = set_sizes
+
+
+def add_sizes(config: Any, resolve: Any) -> None:
+    """Add the sizes to those that vLLM has chosen, and have vLLM resolve the list.
+
+    Args:
+        config: a ``VllmConfig`` whose default sizes are resolved.
+        resolve: upstream's ``_set_cudagraph_sizes``.
+    """
+    compilation, parallel = config.compilation_config, config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    hidden_size = config.model_config.get_hidden_size()
+    most = most_tokens(hidden_size, ranks, config.scheduler_config.max_num_batched_tokens)
+    own = compilation.cudagraph_capture_sizes
+    larger = [size for size in sizes(most) if size > own[-1]]
+    if not larger:
+        return
+    compilation.cudagraph_capture_sizes = [*own, *larger]
+    compilation.max_cudagraph_capture_size = None
+    resolve(config)
+    say(
+        f"prefill steps of up to {larger[-1]} tokens run in CUDA graphs, {len(larger)} sizes more"
+        f" than vLLM's {len(own)} up to {own[-1]}, by the model's hidden size of {hidden_size} and"
+        f" {ranks} rank{'s' * (ranks > 1)} (--cudagraph-capture-sizes or"
+        " --max-cudagraph-capture-size sets them by hand)"
+    )
+
+
+def _refusal(config: Any) -> str | None:
+    """Why the sizes stay vLLM's, or ``None``."""
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    compilation, parallel = config.compilation_config, config.parallel_config
+    model = config.model_config
+    if model is None or not current_platform.is_cuda():
+        return "no model on a CUDA GPU"
+    if model_refusal(model.hf_config.to_dict()) and model_refusal(model.hf_text_config.to_dict()):
+        return "no KDA layers"
+    if not compilation.cudagraph_capture_sizes or not is_breakable_cudagraph_enabled():
+        return "no breakable CUDA graphs"
+    if compilation.cudagraph_mode.mixed_mode() != CUDAGraphMode.PIECEWISE:
+        return "steps with prefills run outside of piecewise graphs"
+    others = (
+        *(parallel.pipeline_parallel_size, parallel.data_parallel_size),
+        *(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size),
+    )
+    if max(others) > 1 or parallel.use_ubatching:
+        return "another parallelism than tensor parallelism"
+    if config.lora_config is not None:
+        return "LoRA, for which each size is captured several times"
+    return None
