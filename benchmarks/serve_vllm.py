@@ -357,13 +357,16 @@ def register_loader(then: Callable[[Any], None] = lambda model: None) -> None:
 def draw_weights(model: Any) -> None:
     """Weights at the scale of an initialised model: with vLLM's dummies every logit is about 0.
 
-    Each parameter's values depend on its name alone, so that two runs have the same.
+    Each parameter's values depend on its name alone, so that two runs have the same; those of the
+    vocabulary, of which each rank has other rows, on the rank too: equal rows would tie.
     """
     import torch
 
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     for name, parameter in model.named_parameters():
         generator = torch.Generator(device=parameter.device)
-        generator.manual_seed(zlib.crc32(name.encode()))
+        of_rank = rank if "lm_head" in name or "embed_tokens" in name else 0
+        generator.manual_seed(zlib.crc32(name.encode()) + of_rank)
         x = parameter.data
         if name.endswith("A_log"):
             x.uniform_(1.0, 16.0, generator=generator).log_()

@@ -330,7 +330,7 @@ def seen_in(log: str) -> dict[str, Any]:
     Python of a KDA layer ran.
     """
     paths: dict[str, dict[str, list[int]]] = {}
-    for name, tokens, how in re.findall(rf"{PATH} (\w+): (\d+) tokens, (\w+)", log):
+    for name, tokens, how in re.findall(rf"{PATH} (\w+): (\d+) tokens, (captured|eager)", log):
         sizes = paths.setdefault(name, {"captured": [], "eager": []})[how]
         if int(tokens) not in sizes:
             sizes.append(int(tokens))

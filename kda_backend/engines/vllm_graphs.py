@@ -37,7 +37,7 @@ def install(config_module: ModuleType) -> None:
         compilation = self.compilation_config
         said = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size)
         upstream(self)
-        if said == (None, None) and requested(self) is not None and _refusal(self) is None:
+        if said == (None, None) and requested(self) is not None and refusal(self) is None:
             add_sizes(self, upstream)
 
     setattr(set_sizes, _INSTALLED, True)
@@ -70,7 +70,7 @@ def add_sizes(config: Any, resolve: Any) -> None:
     )
 
 
-def _refusal(config: Any) -> str | None:
+def refusal(config: Any) -> str | None:
     """Why the sizes stay vLLM's, or ``None``."""
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
     from vllm.config import CUDAGraphMode

@@ -58,6 +58,15 @@ def _keeping_lengths(backend: Any) -> Any:
     upstream: Any = backend.get_builder_cls()
 
     class Builder(upstream):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            """Upstream asks for its exact type before it lets a cache group take over another's
+            metadata; whether this one may is what one of that type says."""
+            super().__init__(*args, **options)
+            exact = vars(upstream(*args, **options))
+            for name in ("supports_update_block_table", "mamba_aligned_state_indices"):
+                if name in exact:
+                    setattr(self, name, exact[name])
+
         def build(
             self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **options: Any
         ) -> Any:

@@ -78,7 +78,7 @@ def test_every_part_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     assert kept["tokens_summary"]["distinct_tokens"] == 1
     profile = kept["profiles"][0]
-    assert profile["what"] == "1 × 512" and set(profile["kernels"]) == {"gemm", "Memcpy"}
+    assert profile["what"] == "1 × 128" and set(profile["kernels"]) == {"gemm", "Memcpy"}
     assert profile["gpu_ms"] == pytest.approx(0.01) and profile["busy"] == pytest.approx(2 / 3)
 
 

@@ -31,10 +31,9 @@ def engine_config(*, flag: bool, **options: Any) -> VllmConfig:
     return EngineArgs(
         model=str(CHECKPOINT),
         skip_tokenizer_init=True,
-        enable_prefix_caching=False,
         **{
             **{"dtype": "bfloat16", "max_num_seqs": 8, "max_model_len": 1024},
-            **{"enforce_eager": True, **backend, **options},
+            **{"enforce_eager": True, "enable_prefix_caching": False, **backend, **options},
         },
     ).create_engine_config()
 

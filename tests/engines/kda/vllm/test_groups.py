@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import vllm_step
@@ -20,6 +22,7 @@ from tests.engines.kda.vllm.harness import (
     DRAFT,
     NGRAM,
     bind_cache,
+    cache_spec,
     check,
     engine_config,
     hidden,
@@ -119,3 +122,34 @@ def test_prefills_beside_drafts_plan_once(name: str, monkeypatch: pytest.MonkeyP
         ):
             assert relative_error(out, definition.run(own)) < TOLERANCE
             assert relative_error(layer.kv_cache[1][slot], definition.state[0]) < TOLERANCE
+
+
+def test_a_group_takes_over_what_another_has_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's runner does on a GPU, where upstream's own builder says that it may: the second
+    group's metadata is the first one's, with its own slots."""
+    upstream = GDNAttentionMetadataBuilder.__init__
+
+    def on_a_gpu(self: Any, *args: Any, **options: Any) -> None:
+        upstream(self, *args, **options)
+        # upstream's rule but for the device
+        self.supports_update_block_table = type(self) is GDNAttentionMetadataBuilder
+
+    monkeypatch.setattr(GDNAttentionMetadataBuilder, "__init__", on_a_gpu)
+    groups = Groups("Kimi-Linear", monkeypatch)
+    first, second = groups.layers
+    rows = [table(*slots) for slots in SLOTS]
+    lengths, computed = (70, 3, 20), (0, 0, 0)
+    x = hidden(sum(lengths), seed=0)
+    built = step_metadata(first, groups.config, lengths, computed, rows[0])
+    with set_current_vllm_config(groups.config):
+        make = second.get_attn_backend().get_builder_cls()
+        spec = cache_spec(second, groups.config)
+        builder = make(spec, [second.prefix], groups.config, torch.device("cpu"))
+    assert builder.supports_update_block_table
+    taken = builder.update_block_table(built, rows[1], torch.zeros(sum(lengths)))
+    outputs = run_layers(groups.layers, groups.config, x, [built, taken])
+    assert groups.built == [[0, 70, 73, 93]]
+    for layer, o, slots, definitions in zip(
+        groups.layers, outputs, SLOTS, groups.definitions, strict=True
+    ):
+        check(layer, o, x, lengths, slots, definitions)
