@@ -11,6 +11,9 @@ of keys of 192, and costs the more the longer the prompt. In graphs of more than
 such a layer runs outside of the graph as a whole (`sglang_mla_breaks`), in the form that sglang
 gives the batch.
 
+sglang keeps 1.5 GiB of its pools free for prefill graphs of any model with MLA. Graphs of these
+sizes take a fraction of it, and the rest goes back to the pools (`reserve`).
+
 Upstream's own kernel may not be captured: for Kimi-Linear and Kimi-K3 it takes the logits of step
 sizes for step sizes there. Where ours is not installed the graph breaks at the KDA layers.
 """
@@ -32,6 +35,11 @@ _MOST_TOKENS = 8192  # sglang's ceiling for MLA, where the user does not bound a
 _TASKS = (
     512  # sequences times value heads of a rank, each a task of the scan also where it is empty
 )
+_MIB_OF_MLA = 1536  # what sglang reserves for prefill graphs
+_MIB, _MIB_OF_TOKENS = (
+    256,
+    1 / 16,
+)  # what graphs take: of any size, and of each token of the largest
 _SEQUENCES_VARIABLE = "SGLANG_KDA_PREFILL_GRAPH_MAX_SEQS"
 
 
@@ -47,10 +55,11 @@ def most_sequences(value_heads: int) -> int:
 
 
 def register() -> None:
-    """Wrap the step that resolves sglang's CUDA-graph options."""
+    """Wrap the steps that resolve sglang's CUDA-graph options and its memory."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
     register_resolution_hook("handle_cuda_graph_config")(resolve)
+    register_resolution_hook("handle_gpu_memory_settings")(reserve)
 
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -93,6 +102,31 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
             f"prefill steps of up to {final.max_bs} tokens run in breakable CUDA graphs"
             " (--disable-prefill-cuda-graph turns them off)"
         )
+
+
+def reserve(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """sglang's resolution of its memory, with less of it reserved for graphs of our sizes."""
+    from sglang.srt.arg_groups import cuda_graph_hook as hook
+    from sglang.srt.arg_groups import memory_hook
+
+    prefill = hook.resolving_view(server_args).cuda_graph_config.prefill
+    upstream = memory_hook.reserve_for_graph_mb
+    if not (is_requested(server_args) and is_cuda() and prefill.backend == hook.Backend.BREAKABLE):
+        return previous(server_args)
+    model = hook.model_config_of(server_args)
+    if prefill.bs != _buckets(server_args, model.hf_text_config):
+        return previous(server_args)
+    taken = _MIB + _MIB_OF_TOKENS * prefill.bs[-1]
+
+    def reserve_for_graph_mb(args: Any) -> float:
+        asked: float = upstream(args)
+        return asked - max(0.0, _MIB_OF_MLA - taken) if memory_hook.use_mla_backend(args) else asked
+
+    memory_hook.reserve_for_graph_mb = reserve_for_graph_mb
+    try:
+        previous(server_args)
+    finally:
+        memory_hook.reserve_for_graph_mb = upstream
 
 
 def _buckets(server_args: Any, text_config: Any) -> list[int]:

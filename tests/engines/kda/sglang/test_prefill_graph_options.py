@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.arg_groups import memory_hook
 from sglang.srt.arg_groups.cuda_graph_hook import resolving_view
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.model_executor import cuda_graph_config
@@ -67,6 +68,25 @@ def test_what_the_user_says_and_sglangs_other_rules_stay(
     assert config.backend == backend
     if most is not None:
         assert max(config.bs) == config.max_bs == most
+
+
+def test_memory_that_graphs_do_not_take_goes_to_the_pools(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sglang reserves 1,536 MiB for prefill graphs of a model with MLA, of any size."""
+    memory = 143771
+
+    def reserved(*options: str) -> float:
+        static: float = resolving_view(server_args(*options)).mem_fraction_static
+        return memory * (1 - static)
+
+    monkeypatch.setattr(memory_hook, "get_device_memory_capacity", lambda *_: memory)
+    upstream = reserved()
+    rounding = 0.001 * memory
+    assert reserved(*FLAG) - upstream == pytest.approx(256 + 8192 / 16, abs=rounding)
+    own = ("--cuda-graph-max-bs-prefill", "512")  # sizes that the user names
+    assert reserved(*FLAG, *own) - upstream == pytest.approx(1536, abs=rounding)
+    assert reserved(*FLAG, "--mem-fraction-static", "0.5") == pytest.approx(memory / 2)
 
 
 def test_a_graph_breaks_at_kda_layers_that_stay_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
