@@ -49,7 +49,7 @@ PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
 SERVED = "KDA layers on"  # of the line that this package writes at model load
 FULL_ATTENTION = ("default", "triton")  # sglang's own choice of MLA, which is fa3 on Hopper
-PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long_tokens")
+PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long_tokens", "crowd")
 NO_GRAPHS = "no_prefill_graphs"  # a variant of the flag's side
 BESIDE = {"mem_fraction_static": 0.85, "max_total_tokens": 400000, "max_mamba_cache_size": 400}
 TOWERS = {
@@ -79,7 +79,9 @@ def pair(args: argparse.Namespace) -> int:
         raise SystemExit(f"--budget must be at least 165 s for two loads, got {args.budget:g}")
     sides = serve_work.sides_of(args, ["--flag"], ["--full-attention", args.full_attention])
     return serve_work.pair(
-        "benchmarks.serve_sglang", sides, args.out, limit, SERVED, is_beside=args.beside
+        *("benchmarks.serve_sglang", sides, args.out, limit, SERVED),
+        is_beside=args.beside,
+        spread_ranks=args.ranks if args.spread else 0,
     )
 
 
@@ -142,6 +144,8 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         arguments["attention_backend"] = "kda"
     if args.ranks > 1:
         arguments["tp_size"] = args.ranks
+    if args.state:
+        arguments["mamba_ssm_dtype"] = args.state
     if args.variant == NO_GRAPHS:
         arguments["disable_prefill_cuda_graph"] = True
     if args.variant == serve_work.UPSTREAM_GRAPHS:
@@ -241,6 +245,8 @@ def measure(
         side.part("calls", 25, lambda: serve_work.call_rows(side, asked))
     if "mixed" in parts:
         serve_work.mixed_part(side, asked)
+    if "crowd" in parts:
+        serve_work.crowd_part(side, asked)
     if asked.turn is None:
         serve_work.tokens_parts(side, asked, parts)
     if "profile" in parts:

@@ -26,6 +26,7 @@ Parts of ``run``, on one load of the model:
 - tokens: greedy ones for 64 prompts, all at once and one after the other.
 - long_tokens, only where it is named: those for 16 prompts of 4,096 to 9,000 tokens, again from the
   prefix cache, and with other ends.
+- crowd, only where it is named: 384 requests at once, more than have room.
 - profile: of each rank, kernels, how busy the GPU is, and Python functions.
 
 Weights are drawn where vLLM loads them, before it derives others from them and captures graphs:
@@ -62,7 +63,10 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions to 
 BUDGET, SEQUENCES = 8192, 1024  # what `vllm serve` takes on an H200
 PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
 HOST_CALL, HOST_CALLS = (1, 2048), 10
-PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long", "shared", "long_tokens")
+PARTS = (
+    *("first", "calls", "decode", "mixed", "tokens", "profile", "long", "shared", "long_tokens"),
+    "crowd",
+)
 CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's own sizes on Hopper
 BESIDE = {"kv_cache_memory_bytes": 8 * 2**30, "gpu_memory_utilization": 0.2}
 
@@ -77,7 +81,10 @@ def main() -> int:
 def pair(args: argparse.Namespace) -> int:
     sides = serve_work.sides_of(args, ["--attention-backend", args.flag], [])
     module = "benchmarks.serve_vllm"
-    return serve_work.pair(module, sides, args.out, args.limit, is_beside=args.beside)
+    spread = args.ranks if args.spread else 0
+    return serve_work.pair(
+        module, sides, args.out, args.limit, is_beside=args.beside, spread_ranks=spread
+    )
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -85,6 +92,8 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = dict(BESIDE) if args.turns else {}
     if args.ranks > 1:
         options["tensor_parallel_size"] = args.ranks
+    if args.state:
+        options["mamba_ssm_cache_dtype"] = args.state
     if args.variant == serve_work.UPSTREAM_GRAPHS:
         config = json.loads((args.config / "config.json").read_text())
         most = prefill_graphs.most_tokens(config["hidden_size"], args.ranks, BUDGET)
@@ -197,6 +206,8 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
             side.part(f"decode {count}", 5, work)
     if "mixed" in parts:
         serve_work.mixed_part(side, asked)
+    if "crowd" in parts:
+        serve_work.crowd_part(side, asked)
     if asked.turn is None:
         serve_work.tokens_parts(side, asked, parts)
     if "profile" in parts:

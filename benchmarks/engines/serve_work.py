@@ -43,10 +43,11 @@ SHARED_PROMPT = (64, 8192)  # requests that decode behind one system prompt
 TURNS = 5
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 64, (300, 5000), (32, 127)
 LONG_PROMPT = (4096, 9000)
+CROWD_REQUESTS, CROWD_PROMPT, CROWD_NEW = 384, 256, 384
 DETERMINISTIC = "deterministic_prefix"  # a variant of the flag's side in both engines
 UPSTREAM_GRAPHS = "upstream_graphs"  # upstream with prefill graphs of the flag's sizes
 WITHOUT_FLAG = ("upstream", UPSTREAM_GRAPHS)
-BY_NAME = ("long_tokens",)  # parts that are only done where they are named
+BY_NAME = ("long_tokens", "crowd")  # parts that are only done where they are named
 PATH = "KDA prefill by"  # how a line of `say_paths` begins
 SIDES = ("upstream", "flag")
 SAID = "| "  # how the lines of a child start that its parent shows
@@ -214,6 +215,20 @@ def mixed_row(generate: Callable[[list[list[int]], list[int]], float]) -> dict[s
     first, *timed = (1e3 * x for x in seconds)
     what = f"mixed load of {MIXED_REQUESTS} requests"
     return row(what, "mixed", sum(timed) / len(timed), runs_ms=timed, first_ms=first)
+
+
+def crowd_part(side: SideFile, asked: Asked) -> None:
+    """More requests at once than a server has room for: the tokens that it writes in a second."""
+
+    def work() -> None:
+        asked.generate(asked.prompts(8, CROWD_PROMPT), [8] * 8)
+        prompts = asked.prompts(CROWD_REQUESTS, CROWD_PROMPT)
+        seconds = asked.generate(prompts, [CROWD_NEW] * CROWD_REQUESTS)
+        what = f"{CROWD_REQUESTS} requests at once, {CROWD_PROMPT} in and {CROWD_NEW} out"
+        rate = CROWD_REQUESTS * CROWD_NEW / seconds
+        side.add(row(what, "crowd", 1e3 * seconds, tokens_per_s=rate))
+
+    side.part("crowd", 60, work)
 
 
 def memory_used_mib() -> int | None:
@@ -384,9 +399,11 @@ def commands(
         command.add_argument("--calls", nargs="+", type=shape, default=CALLS, help="as 1x512")
         command.add_argument("--ranks", type=int, default=1, help="GPUs, by tensor parallelism")
         command.add_argument("--variant", choices=variants, help="one more side")
+        command.add_argument("--state", help="dtype of KDA's states, on all sides")
         command.add_argument("--caches", type=Path, help="of what is compiled, kept; else empty")
     if parts:
         two.add_argument("--beside", action="store_true", help="load all sides at the same time")
+        two.add_argument("--spread", action="store_true", help="each side on GPUs of its own")
         one.add_argument("--turns", type=Path, help="the lock of sides beside each other")
     one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
     if vllm:
@@ -409,7 +426,7 @@ def sides_of(args: argparse.Namespace, flag: list[str], more: list[str]) -> dict
     """
     common = ["--config", str(args.config), "--parts", *args.parts, *more]
     common += ["--calls", *(f"{count}x{length}" for count, length in args.calls)]
-    for name in ("layers", "heads", "experts", "caches", "ranks"):
+    for name in ("layers", "heads", "experts", "caches", "ranks", "state"):
         if getattr(args, name) is not None:
             common += [f"--{name}", str(getattr(args, name))]
     # ours first: what fails in it shows before upstream's minutes are spent
@@ -430,9 +447,14 @@ def started(parser: argparse.ArgumentParser, pair: Command, run: Command) -> int
 
 
 def run_side(
-    module: str, label: str, options: list[str], out: Path, until: float
+    module: str,
+    label: str,
+    options: list[str],
+    out: Path,
+    until: float,
+    variables: dict[str, str] | None = None,
 ) -> dict[str, Any] | None:
-    """Run ``python -m module run SIDE.json --until TIME OPTIONS``.
+    """Run ``python -m module run SIDE.json --until TIME OPTIONS``, with further ``variables``.
 
     Returns:
         What its file holds, with ``said``; ``None`` where it left none. An exit status that its
@@ -442,7 +464,8 @@ def run_side(
     file.unlink(missing_ok=True)
     command = [sys.executable, "-u", "-m", module, "run", str(file), *options]
     said: list[str] = []
-    code = child([*command, "--until", str(until)], label, out, until + GRACE_S, said)
+    command += ["--until", str(until)]
+    code = child(command, label, out, until + GRACE_S, said, variables or {})
     if code:
         print(f"{label}: exit status {code}", flush=True)
     if not file.exists():
@@ -504,6 +527,7 @@ def pair(
     limit_s: float,
     served: str = "",
     is_beside: bool = False,
+    spread_ranks: int = 0,
 ) -> int:
     """Run each side of a benchmark and join their files.
 
@@ -512,6 +536,7 @@ def pair(
         limit_s: seconds for all sides; the last part begun may take `GRACE_S` more.
         served: what a side with the flag must have printed of this package.
         is_beside: all at the same time, else one after the other.
+        spread_ranks: all at the same time, each on so many GPUs of its own; 0 to share them.
 
     Returns:
         The number of sides that failed or left parts out by failing.
@@ -520,7 +545,10 @@ def pair(
     found: dict[str, Any] = {}
 
     def run_one(side: str, own: list[str], until: float) -> None:
-        data = run_side(module, side, own, out, until)
+        first = [*options].index(side) * spread_ranks
+        gpus = ",".join(str(first + i) for i in range(spread_ranks))
+        variables = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        data = run_side(module, side, own, out, until, variables)
         if data is None:
             return
         if side not in WITHOUT_FLAG and not any(served in line for line in data["said"] or [""]):
@@ -530,7 +558,11 @@ def pair(
         document = {"script": script, "mode": "default", **join(found)}
         write_record(out, {**document, "beside": True} if is_beside else document)
 
-    if is_beside:
+    if spread_ranks:
+        beside(
+            functools.partial(run_one, side, own, start + limit_s) for side, own in options.items()
+        )
+    elif is_beside:
         turns = out.with_name(f"{out.stem}.turns")
         beside(
             functools.partial(run_one, side, [*own, "--turns", str(turns)], start + limit_s)
@@ -554,7 +586,14 @@ def cache_folders(place: Path) -> dict[str, str]:
     return {name: str(place.absolute() / name.lower()) for name in names}
 
 
-def child(command: list[str], side: str, out: Path, until: float, said: list[str]) -> int:
+def child(
+    command: list[str],
+    side: str,
+    out: Path,
+    until: float,
+    said: list[str],
+    variables: dict[str, str],
+) -> int:
     """Run one side with compile caches of its own; what it prints goes to a log beside ``out``,
     and its lines about this package are added to ``said``."""
     print(f"== {side}", flush=True)
@@ -567,7 +606,7 @@ def child(command: list[str], side: str, out: Path, until: float, said: list[str
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **cache_folders(Path(caches))},
+            env={**os.environ, **cache_folders(Path(caches)), **variables},
         )
         clock = threading.Timer(max(1.0, until - time.time()), process.kill)
         clock.start()

@@ -113,6 +113,7 @@ def test_every_part_writes_its_rows(asked: serve_vllm.Asked, tmp_path: Path) -> 
         *steps,
         "decode step, 4 × 2,048 of one prompt",
         "mixed load of 64 requests",
+        "384 requests at once, 256 in and 384 out",
     }
     cut = next(row for row in kept["rows"] if row["what"] == "1 × 2,048")
     assert cut["steps"] == [BUDGET] * 4
@@ -170,8 +171,9 @@ def test_the_gpus_busy_share_counts_overlap_once() -> None:
 
 
 CHILD = """
-    import json, sys, time
+    import json, os, sys, time
     out = sys.argv[2]
+    print("| GPUs", sys.argv[2].rpartition("_")[2], os.environ.get("CUDA_VISIBLE_DEVICES"))
     side = "flag" if "--attention-backend" in sys.argv else "upstream"
     side = "variant" if "--variant" in sys.argv else side
     ms = {"flag": 2.0, "upstream": 3.0, "variant": 2.5}[side]
@@ -235,6 +237,20 @@ def test_sides_beside_each_other_are_timed_one_after_the_other(
     spans = sorted((float(line.split()[2]), float(line.split()[3])) for line in lines)
     assert len(spans) == 3
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_sides_that_are_spread_have_gpus_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fake_child.py").write_text(textwrap.dedent(CHILD))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sides = {"flag": ["--attention-backend", "KDA"], "upstream": []}
+    out = tmp_path / "out.json"
+    assert serve_work.pair("fake_child", sides, out, 60.0, spread_ranks=2) == 0
+    assert json.loads(out.read_text())["rows"][0]["flag_ms"] == 2.0
+    lines = capfd.readouterr().out.splitlines()
+    gpus = {line for line in lines if line.startswith("| GPUs")}
+    assert gpus == {"| GPUs flag.json 0,1", "| GPUs upstream.json 2,3"}
 
 
 def test_a_prefill_says_its_path_once_for_each_size(

@@ -74,6 +74,7 @@ def test_every_part_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "first request, 1 × 2,048",
         *(serve_work.call_name(*shape) for shape in serve_work.CALLS),
         "mixed load of 64 requests",
+        "384 requests at once, 256 in and 384 out",
         "decode step, 4 × 128",
     ]
     assert kept["tokens_summary"]["distinct_tokens"] == 1
