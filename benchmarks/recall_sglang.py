@@ -19,7 +19,10 @@ Besides upstream and the flag alone there is one server for each of these:
   torch_memory_saver.
 - sleep_empty: the same, but nothing is kept: memory is released, the server resumes, its weights
   are read again and it is asked.
-- tp2: two GPUs. It runs only if it is named.
+- whole: prompts in one step, so that prefills run in graphs of more than 1,024 tokens, which their
+  MLA layers break as a whole.
+- tp2: two GPUs. It runs only if it is named, as does tp4, of a checkpoint with four heads or more
+  (`benchmarks.recall.widen`).
 - upstream_mla, mla: pages of 64 tokens and MLA on FlashAttention 3 of sglang-kernel; ``mla`` runs
   decodes on this package where it is ahead. They run only if they are named.
 
@@ -106,7 +109,11 @@ VARIANTS = {
         rounds=(("salt 64", 64),),
         then=(("sleep without weights, wake, reload", (*_SLEEP, _RELOAD)),),
     ),
+    "whole": SglangVariant(
+        "flag, prompts whole", (*FLAGS["flag"], "--chunked-prefill-size", "4096")
+    ),
     "tp2": SglangVariant("flag, two GPUs", (*FLAGS["flag"], "--tp-size", "2"), by_name=True),
+    "tp4": SglangVariant("flag, four GPUs", (*FLAGS["flag"], "--tp-size", "4"), by_name=True),
     "upstream_mla": SglangVariant(
         "upstream, pages of 64",
         _MLA,
@@ -125,6 +132,7 @@ DEFAULT = [n for n, one in VARIANTS.items() if not one.by_name]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add_arguments(parser, VARIANTS, DEFAULT, port=8124)
+    parser.add_argument("--checkpoint", type=Path, default=MODEL)
     parser.add_argument("--budget", type=float, help="seconds, of the whole command")
     args = parser.parse_args()
     args.until = math.inf if args.budget is None else time.monotonic() + args.budget - 10.0
@@ -132,7 +140,9 @@ def main() -> int:
     return serve_all(head, VARIANTS, args, measure, args.until)
 
 
-def server_of(name: str, port: int, log: Path, timeout: float, more: list[str]) -> SglangServer:
+def server_of(
+    name: str, port: int, log: Path, timeout: float, more: list[str], model: Path = MODEL
+) -> SglangServer:
     """A server of `VARIANTS`, not started. ``more`` come last, where they count."""
     options = [
         *("--chunked-prefill-size", "512", "--max-running-requests", "64"),
@@ -142,7 +152,7 @@ def server_of(name: str, port: int, log: Path, timeout: float, more: list[str]) 
         *VARIANTS[name].options,
         *more,
     ]
-    return SglangServer(options, port, log, timeout)
+    return SglangServer(options, port, log, timeout, model=model)
 
 
 def measure(
@@ -157,7 +167,8 @@ def measure(
     log = args.out.with_name(f"{args.out.stem}_{name}.log")
     left = args.until - time.monotonic()
     print(f"== {name}: starting a server, its log is {log.name}", flush=True)
-    with server_of(name, port, log, min(args.timeout, left), args.serve_option) as server:
+    start = min(args.timeout, left)
+    with server_of(name, port, log, start, args.serve_option, args.checkpoint) as server:
         print(f"{name}: ready after {server.start_s:.0f} s", flush=True)
         clock = threading.Timer(min(args.until - time.monotonic(), 3600.0), server.__exit__)
         clock.start()
