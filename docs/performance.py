@@ -47,7 +47,7 @@ of an empty launch. Profiles are in the [studies](studies/README.md).
 
 def render() -> str:
     """The page's text."""
-    lines = [*kda.prefill(), *kda.accuracy(), *kda.growth()]
+    lines = [*engines.several_ranks(), *kda.prefill(), *kda.accuracy(), *kda.growth()]
     lines += [*kda.short(), *kda.segments(), *kda.layer(), *kda.decode(), *dsv4.compressor()]
     lines += [*mla.mla_decode(), *mla.shared_prompts()]
     lines += [*mla.named_rows(), *block_sparse.block_sparse(), *drop_ins.drop_ins()]
@@ -91,20 +91,20 @@ def _headline() -> str:
             "vLLM, Triton and CuTe DSL",
             [min(dsv4.compressor_peers(row)) / row["ours_gpu_ms"] for row in compressor],
         ),
-        *(_headline_of_engine(name) for name in engines.DEFAULT_MODES),
+        *(_headline_of_engine(name) for name in (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES)),
     ]
     cells = [
         [what, peer, f"{mean(x):.2f}×", f"{min(x):.2f}× to {max(x):.2f}×"] for what, peer, x in rows
     ]
     titles = ["operator", "compared with the fastest of", "speed-up, geometric mean", "range"]
     lines = table(titles, cells)
-    pairs = (load(name)["date"] for name in engines.DEFAULT_MODES)
+    pairs = (load(name)["date"] for name in (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES))
     dates = sorted({prefill["date"], decode["date"], *pairs})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     intro = [
-        f"Measured on one {prefill['gpu']} in bf16, {days}. A speed-up is the other side's time",
-        "divided by this package's; both were timed in the same run. Below 1 this package is",
-        "slower.",
+        f"Measured on an {prefill['gpu']} in bf16, {days}; engines over several GPUs on as many of",
+        "one host. A speed-up is the other side's time divided by this package's; both were timed in",
+        "the same run. Below 1 this package is slower.",
     ]
     return "\n".join([*intro, "", *lines]) + "\n"
 
@@ -113,9 +113,10 @@ def _headline_of_engine(name: str) -> tuple[str, str, list[float]]:
     """The newest release of an engine in its default mode."""
     report = load(name)
     ratios = [row["upstream_ms"] / row["flag_ms"] for row in engines.both(report, "call")]
+    ranks = report["sides"]["flag"]["environment"].get("ranks", 1)
     what = (
         f"Kimi-Linear-48B's configuration in {report['engine'].replace('vllm', 'vLLM')}, default"
-        " mode, calls that return one token"
+        f" mode, {ranks} GPU{'s' * (ranks > 1)}, calls that return one token"
     )
     return what, "the engine without the flag", ratios
 

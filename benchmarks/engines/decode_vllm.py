@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.engines import serve_profile
 from benchmarks.engines.serve_work import decode_name, row
 
-STEPS, PROFILED = 32, 8
+STEPS, REPEATS, PROFILED = 32, 3, 8
 # parts of the names of the kernels of a KDA layer between its projections
 KDA_KERNELS = ("causal_conv1d_update", "kda", "decode_step", "recurrent", "rms_norm_gated",
                "layer_norm_gated", "gated_norm")  # fmt: skip
@@ -76,9 +76,13 @@ def step_row(
     generate: Callable[[int], Any],
     what: str | None = None,
 ) -> dict[str, Any]:
-    """A row of a decode step. ``generate(n)``: n tokens of each of the sequences."""
+    """A row of a decode step, of `REPEATS` runs. ``generate(n)``: n tokens of each sequence."""
     new_tokens = STEPS + 4 + (steps_of_prefill(count, length, budget) if count > 1 else 0)
-    times = pure_steps_ms(log.of(lambda: generate(new_tokens)), count)
+    times = [
+        ms
+        for _ in range(REPEATS)
+        for ms in pure_steps_ms(log.of(lambda: generate(new_tokens)), count)
+    ]
     spread = {"least_ms": min(times), "steps": len(times)}
     return row(what or decode_name(count, length), "decode", median(times), **spread)
 

@@ -9,6 +9,9 @@ from docs.performance_parts.page import RESULTS, load, section, table
 # pairs of upstream and flag by the serve benchmarks
 DEFAULT_MODES = ("vllm033_kimi48b.json", "sglang_kimi48b.json")
 
+# the same over several GPUs, and upstream with as many prefill graphs
+SEVERAL_RANKS = ("vllm033_kimi48b_tp4.json", "sglang_kimi48b_tp4.json")
+
 # later runs of the loads alone, by the pair whose memory they tell
 _LOADS = {"vllm033_kimi48b.json": "vllm033_kimi48b_load.json"}
 
@@ -19,7 +22,6 @@ CUT = {
     "sglang_ling_3_tiny.json": "Ling-3.0-tiny's layers in sglang",
     "vllm033_4_heads.json": "Kimi-Linear-48B with four heads in vLLM",
     "sglang_4_heads.json": "Kimi-Linear-48B with four heads in sglang",
-    "vllm033_larger_graphs.json": "Kimi-Linear-48B in vLLM with larger graphs",
 }
 
 _RECALL = (
@@ -50,6 +52,75 @@ def both(report: dict[str, Any], kind: str | None = None) -> list[dict[str, Any]
 def engine_of(report: dict[str, Any]) -> str:
     """An engine and its release, as a text names them."""
     return str(report["engine"]).replace("vllm", "vLLM")
+
+
+def several_ranks() -> list[str]:
+    """Engines over several GPUs: every row of every pair, and how busy the GPUs are."""
+    lines = []
+    for name in SEVERAL_RANKS:
+        report = load(name)
+        ranks = report["sides"]["flag"]["environment"]["ranks"]
+        keys = ("upstream_ms", "upstream_graphs_ms", "flag_ms")
+        cells = (
+            [
+                row["what"],
+                *(f"{row[key]:,.1f}" if key in row else "" for key in keys),
+                f"{row['upstream_ms'] / row['flag_ms']:.2f}",
+                f"{row['upstream_graphs_ms'] / row['flag_ms']:.2f}",
+            ]
+            for row in both(report)
+            if row["kind"] != "load"
+        )
+        titles = ["", "upstream", "upstream, same graphs", "with the flag", "×", "× same graphs"]
+        lines += [
+            *section(f"Kimi-Linear-48B in {engine_of(report)} on {ranks} GPUs", report, name),
+            "",
+            f"The model's configuration with random weights, tensor parallelism over {ranks} GPUs"
+            " of one host; all sides are loaded beside each other with small caches and timed one"
+            " after the other. Times in ms. A row prompts × tokens is a call that returns one token"
+            " for each prompt. *Same graphs* is upstream with the sizes of prefill graphs that the"
+            " flag chooses by itself. A step that no graph holds takes as long as the host needs to"
+            " launch it, whatever its length.",
+            "",
+            *table(titles, cells),
+            "",
+            *_busy(report),
+        ]
+    return lines
+
+
+def _busy(report: dict[str, Any]) -> list[str]:
+    """How busy each rank's GPU is in a call, and what the other time goes to."""
+    cells = []
+    profiles = report["sides"]["flag"]["profiles"]
+    for what in dict.fromkeys(profile["what"] for profile in profiles):
+        ranks = [profile for profile in profiles if profile["what"] == what]
+        experts = ranks[0]["kernels"].get("fused_moe_kernel", [0.0])[0]
+        reduced = [
+            sum(ms for kernel, (ms, _) in rank["kernels"].items() if _is_all_reduce(kernel))
+            for rank in ranks
+        ]
+        cells.append(
+            [
+                what,
+                f"{min(rank['span_ms'] for rank in ranks):.1f}",
+                f"{min(r['busy'] for r in ranks):.0%} to {max(r['busy'] for r in ranks):.0%}",
+                f"{experts:.1f}",
+                f"{min(reduced):.1f} to {max(reduced):.1f}",
+            ]
+        )
+    titles = ["call", "from first to last kernel", "ranks busy", "experts", "all-reduces"]
+    return [
+        "A profile of the side with the flag, in ms, from the least to the most of all ranks. An"
+        " all-reduce waits for the slowest rank, and that waiting counts as busy.",
+        "",
+        *table(titles, cells),
+        "",
+    ]
+
+
+def _is_all_reduce(kernel: str) -> bool:
+    return any(part in kernel for part in ("AllReduce", "all_reduce", "cross_device_reduce"))
 
 
 def default_modes() -> list[str]:
