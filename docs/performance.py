@@ -102,9 +102,9 @@ def _headline() -> str:
     dates = sorted({prefill["date"], decode["date"], *pairs})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     intro = [
-        f"Measured on an {prefill['gpu']} in bf16, {days}; engines over several GPUs on as many of",
-        "one host. A speed-up is the other side's time divided by this package's; both were timed in",
-        "the same run. Below 1 this package is slower.",
+        f"Measured on one {prefill['gpu']} in bf16, or on several of one host where a row says so,",
+        f"{days}. A speed-up is the other side's time divided by this package's; both were timed",
+        "in the same run. Below 1 this package is slower.",
     ]
     return "\n".join([*intro, "", *lines]) + "\n"
 

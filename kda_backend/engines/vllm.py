@@ -7,11 +7,13 @@ The flag is `backend_core.engines.vllm_flag`'s, which leaves the softmax layers 
 to another family. vLLM builds a KDA layer as the class that is registered in place of its own by
 name, once a model has imported the module that defines it: `vllm_layer` and one small file for each
 model's layer. Without the flag that class turns into upstream's as it is built. The flag also has
-vLLM capture longer prefill steps (`vllm_graphs`).
+vLLM capture longer prefill steps (`vllm_graphs`), and states of the dtype that the user asks for
+(`vllm_states`).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
@@ -53,6 +55,13 @@ REPLACED = {
 }
 
 
+FP32_MODELS = {
+    "vllm.model_executor.models.alice_ai": "AliceAIForCausalLM",
+    "vllm.model_executor.models.bailing_moe_v3": "BailingMoeV3ForCausalLM",
+}
+"""Classes of models whose pages have room for fp32 states, whatever the options say."""
+
+
 def register() -> None:
     """Make the flag known and wait for vLLM's layers; a second call changes nothing."""
     claim = VllmLayerClaim(
@@ -60,6 +69,17 @@ def register() -> None:
     )
     vllm_flag.register_family(FAMILY, [claim])
     after_import("vllm.config.vllm", vllm_graphs.install)
+    for module, model in FP32_MODELS.items():
+        after_import(module, functools.partial(_honour_state_dtype, model))
+
+
+def _honour_state_dtype(model: str, module: ModuleType) -> None:
+    from kda_backend.engines.vllm_states import honour_in_model
+
+    try:
+        honour_in_model(module, model)
+    except AttributeError as error:  # another release's class
+        vllm_flag.say(f"the states of {model} keep vLLM's dtype: {error}")
 
 
 def replace_layer(module: ModuleType) -> None:

@@ -15,6 +15,7 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from kda_backend.engines.vllm_convs import SeparateConvs
+from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
 
 _OP = "kda_dsv4_core"
 
@@ -51,12 +52,13 @@ direct_register_custom_op(
 def layer_class(upstream: Any) -> Any:
     """Our class in the place of ``upstream``, ``BailingMoeV3KimiDeltaAttention``."""
 
-    class KdaLayer(SeparateConvs, upstream):  # type: ignore[misc]
+    class KdaLayer(SeparateConvs, HonoursStateDtype, upstream):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             vllm_config = get_current_vllm_config()
             self.kda_lower_bound = self.lower_bound if self.safe_gate else None
             if not self.take_over(vllm_config):
+                expect_upstreams_dtype(self, upstream, vllm_config)
                 self.__class__ = upstream
                 return
             # prefills run outside of CUDA graphs, as with upstream's own operator

@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from kda_backend.contract.values import GateSpec
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints, KeepsLengths
+from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
 from kda_backend.layer import LayerWeights
 
 
@@ -28,7 +29,7 @@ def layer_class(upstream: Any) -> Any:
     ``KimiK3DeltaAttention``."""
     is_k3 = "K3" in upstream.__name__
 
-    class KdaLayer(KeepsLengths, ExportsCheckpoints, upstream):  # type: ignore[misc]
+    class KdaLayer(KeepsLengths, ExportsCheckpoints, HonoursStateDtype, upstream):  # type: ignore
         kda_weights: LayerWeights | None = None
 
         @functools.wraps(upstream.__init__)  # type: ignore[misc]
@@ -46,6 +47,7 @@ def layer_class(upstream: Any) -> Any:
                 vllm_config, self, self.gate_lower_bound, checkpoints=self.exports
             )
             if self.kda_runtime is None:
+                expect_upstreams_dtype(self, upstream, vllm_config)
                 self.__class__ = upstream
 
         @eager_break_during_capture  # type: ignore[untyped-decorator]

@@ -1,0 +1,90 @@
+"""States of the dtype that ``--mamba-ssm-cache-dtype`` asks for, of every model."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from backend_core.engines import vllm_flag
+from backend_core.testing.numerics import relative_error
+from kda_backend.engines import vllm_layer
+from kda_backend.engines.vllm import FP32_MODELS
+from tests.engines.kda.vllm.harness import (
+    bind_cache,
+    engine_config,
+    hidden,
+    run_layer,
+    step_metadata,
+    table,
+)
+from tests.engines.kda.vllm.models import MODELS, Model, build, definition_of
+
+pytestmark = pytest.mark.usefixtures("in_fp32")
+
+
+def config_of(dtype: str, *, flag: bool = True) -> Any:
+    config = engine_config(flag=flag, dtype="float32")
+    config.cache_config.mamba_ssm_cache_dtype = dtype  # which vLLM takes on a GPU alone
+    return config
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_a_layer_keeps_and_reads_states_of_the_dtype_asked_for(model: Model, dtype: str) -> None:
+    config = config_of(dtype)
+    vllm_layer._runtime.cache_clear()
+    layer = build(model, config)
+    bind_cache(layer, config)
+    wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    assert layer.kv_cache[1].dtype == layer.get_state_dtype()[1] == wanted
+    definition = definition_of(model)
+    x = hidden(95)
+    for begin, end in ((0, 90), (90, 91), (91, 95)):
+        lengths, before = (end - begin,), (begin,)
+        metadata = step_metadata(layer, config, lengths, before, table(3))
+        o = run_layer(layer, config, x[begin:end], metadata)
+        assert relative_error(o, definition.run(x[begin:end])) < 1e-2
+    tolerance = 1e-2 if dtype == "bfloat16" else 1e-3
+    assert relative_error(layer.kv_cache[1][3].float(), definition.state[0]) < tolerance
+
+
+def test_a_layer_that_becomes_upstreams_cannot_keep_16_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pages are too small for fp32: the server ends with the reason, not in an assertion."""
+    monkeypatch.setattr(vllm_layer, "batch_invariant", lambda: True)
+    for name in ("Kimi-Linear", "Ling-V3"):
+        with pytest.raises(ValueError, match=r"asks for states in torch\.bfloat16, and vLLM's own"):
+            build(MODELS[name], config_of("bfloat16"))
+        assert type(build(MODELS[name], config_of("float32"))) is MODELS[name].upstream()
+
+
+def test_without_the_flag_nothing_of_upstreams_changes() -> None:
+    for name in ("Kimi-Linear", "Ling-V3"):
+        layer = build(MODELS[name], config_of("bfloat16", flag=False))
+        assert type(layer) is MODELS[name].upstream()
+        assert layer.get_state_dtype()[1] == torch.float32
+
+
+@pytest.mark.parametrize("module", FP32_MODELS)
+def test_models_size_their_pages_by_the_option_under_the_flag(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = getattr(pytest.importorskip(module), FP32_MODELS[module])
+    dtypes = [
+        model.get_mamba_state_dtype_from_config(config_of("bfloat16", flag=flag))[1]
+        for flag in (False, True)
+    ]
+    assert dtypes == [torch.float32, torch.bfloat16]
+    assert model.get_mamba_state_dtype_from_config(config_of("auto"))[1] == torch.float32
+
+
+def test_a_release_without_the_method_keeps_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = importlib.import_module("kda_backend.engines.vllm")
+    said: list[str] = []
+    monkeypatch.setattr(vllm_flag, "say", said.append)
+    module = type("module", (), {"Model": type("Model", (), {})})
+    adapter._honour_state_dtype("Model", module)
+    assert "the states of Model keep vLLM's dtype" in said[0]
