@@ -39,7 +39,7 @@ class Scratch:
         self._totals = torch.empty(0, dtype=torch.float32, device=device)
         self._flags = self._segment_flags = torch.empty(0, dtype=torch.int32, device=device)
         self._asked = (0, 0, 0)
-        self._addresses = (0, 0, 0)
+        self._addresses: tuple[int, int, int] | None = None
         self._in_graphs: dict[int, torch.Tensor] = {}  # by address
         self._order = StreamOrder(device)
 
@@ -51,16 +51,19 @@ class Scratch:
     def reserve(self, num_tiles: int, tile_bytes: int, key_dim: int) -> None:
         """Make room for ``num_tiles`` (chunks times value heads) of ``tile_bytes`` and ``K``."""
         asked = (num_tiles, tile_bytes, key_dim)
-        if asked == self._asked:  # as the other layers of a step ask
+        if asked == self._asked and self._addresses is not None:  # as other layers of a step ask
             return
-        self._asked = asked
-        if num_tiles * tile_bytes > self._tiles.shape[0]:
-            self._tiles = self._tiles.new_empty(num_tiles * tile_bytes)
-        if num_tiles * key_dim > self._totals.shape[0]:
-            self._totals = self._totals.new_empty(num_tiles * key_dim)
-        if num_tiles + _COUNTERS > self._flags.shape[0]:
-            self._flags = self._flags.new_zeros(num_tiles + _COUNTERS)
-        self._addresses = (self._tiles.data_ptr(), self._totals.data_ptr(), self._flags.data_ptr())
+        self._asked, self._addresses = asked, None  # until the memory is there
+        tiles, totals, flags = self._tiles, self._totals, self._flags
+        size = max(1, num_tiles * tile_bytes)  # memory without a byte has no address
+        if size > tiles.shape[0]:
+            tiles = tiles.new_empty(size)
+        if num_tiles * key_dim > totals.shape[0]:
+            totals = totals.new_empty(num_tiles * key_dim)
+        if num_tiles + _COUNTERS > flags.shape[0]:
+            flags = flags.new_zeros(num_tiles + _COUNTERS)
+        self._tiles, self._totals, self._flags = tiles, totals, flags
+        self._addresses = (tiles.data_ptr(), totals.data_ptr(), flags.data_ptr())
 
     def buffers(
         self, num_tiles: int, tile_bytes: int, key_dim: int
@@ -81,6 +84,7 @@ class Scratch:
     def addresses(self, num_tiles: int, tile_bytes: int, key_dim: int) -> tuple[int, int, int]:
         """Where those of `buffers` and `flags` lie."""
         self.buffers(num_tiles, tile_bytes, key_dim)
+        assert self._addresses is not None
         return self._addresses
 
     def segment_addresses(self, places: int, sizes: tuple[int, ...], flags: int) -> list[int]:

@@ -20,7 +20,7 @@ from backend_core.bounded import RESULT_BYTES, parse_json, read_text
 FORMAT = "kda-dsv4 answers 1"
 
 
-class Answers:
+class KeptAnswers:
     """The completions of one server, by request.
 
     The file's first line names the server: address, model, weights, engine, release, backend and

@@ -18,7 +18,7 @@ import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as recall
-from backend_cli.eval.answers import Answers
+from backend_cli.eval.answers import KeptAnswers
 from backend_cli.eval.endpoint import Endpoint
 from backend_cli.eval.record import (
     QUESTION_CHARS,
@@ -79,7 +79,7 @@ def gsm8k(
     server = endpoint.server(model)
     path = output_path(output, "gsm8k", server.model)
     flags = None if flags is None else shown_command(flags)
-    answers = Answers(Path(f"{path}.answers"), endpoint, server, flags)
+    answers = KeptAnswers(Path(f"{path}.answers"), endpoint, server, flags)
 
     def ask(prompts: list[str], options: dict[str, Any]) -> list[str]:
         shared = {

@@ -11,7 +11,7 @@ import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as task
-from backend_cli.eval.answers import Answers
+from backend_cli.eval.answers import KeptAnswers
 from backend_cli.eval.endpoint import Endpoint, Server
 from backend_cli.eval.record import (
     QUESTION_CHARS,
@@ -91,7 +91,7 @@ def recall(
     expected = [questions.answer(item) for item in questions.items]
     kept = None
     if endpoint is not None:
-        kept = Answers(Path(f"{path_out}.answers"), endpoint, server, flags)
+        kept = KeptAnswers(Path(f"{path_out}.answers"), endpoint, server, flags)
         answers = kept.ask([_request(server.model, prompt) for prompt in prompts], concurrency)
     else:
         answers = _answer_here(where, upstream, prompts, expected)
