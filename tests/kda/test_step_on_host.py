@@ -131,7 +131,6 @@ def test_a_rate_beyond_fp32(monkeypatch: pytest.MonkeyPatch, seed: int, gate: st
     check_step(monkeypatch, seed, row, {"regime": ("steep", "random"), "gate": gate})
 
 
-
 PLANTED = {
     "a cluster arrival lost": (
         "    if (NEEDS_CLUSTER_SYNC) cluster_arrive_relaxed();",
