@@ -13,6 +13,7 @@ from backend_core.operator import forced
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from dsv4_backend import compress_decode_, warm_up
+from dsv4_backend.decode import one_launch
 from dsv4_backend.launch_cache import LaunchCache
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.spec import CompressorLayer
@@ -246,6 +247,23 @@ def test_split_channels_after_memory_ran_out(number: int, monkeypatch: pytest.Mo
         run(call, plan)
     run(call, plan)
     assert len(call.memory[run]) == 1
+
+
+def test_split_channels_memory_of_a_capture_is_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its zeros are written in replays, and lie nowhere before the first."""
+    layer, engine, _, entries, kv_score = prepare(make_spec("fp8_ds_mla", 128), "ring", seed=18)
+    row = next(row for row in TABLE if row.operator == "main_c128_decode")
+    chosen = forced(TABLES, TARGET, None, replace(row, params=replace(row.params, splits=8)))
+    plan, call = engine.decode_plan(entries), engine.call(layer, kv_score)
+    run = bound_call(call, plan, TARGET, chosen, LaunchCache()).run(len(entries))
+    seen = []
+    monkeypatch.setattr(run, "_launch", lambda grid, **call: seen.append(call["arrived_ptr"]))
+    for capturing in (True, True, False, False, True):
+        monkeypatch.setattr(one_launch, "is_capturing", lambda device, now=capturing: now)
+        run(call, plan)
+    first, second, eager, again, later = seen
+    assert first is not second and eager is again and later is eager
+    assert eager is not first and eager is not second
 
 
 def test_split_channels_outlive_other_layers() -> None:
