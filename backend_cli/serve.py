@@ -14,6 +14,7 @@ import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.files import read_json
+from backend_cli.terminal import shown_command
 from backend_core.bounded import CONFIG_BYTES
 from backend_core.engines import ENGINES, flag_name
 from backend_core.family import Family, families
@@ -40,7 +41,7 @@ def serve(
     command, lines = prepare(engine, model, context.args)
     for line in lines:
         print(line)
-    print(shlex.join(command), flush=True)
+    print(shown_command(shlex.join(command)), flush=True)
     if not dry_run:
         os.execvp(command[0], command)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import threading
 import time
@@ -22,6 +24,29 @@ def plain_console(*, width: int | None = None, soft_wrap: bool = True) -> Consol
 def visible(text: str) -> str:
     """One line of a text that others wrote: what would steer a terminal becomes U+FFFD."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+_LOGIN = re.compile(r"(?<=://)\S*@|^[^\s/]*:\S*@")
+_AUTHORIZATION = re.compile(r"(authorization\W+(?:bearer|basic)\s+)[^\s\"'>,}]+", re.IGNORECASE)
+
+
+def hidden(text: str, *secrets: str) -> str:
+    """``text`` with ``***`` for secrets: those given, ``OPENAI_API_KEY``, the user and password of
+    a URL, and what stands in a header of authorization."""
+    for secret in (*secrets, os.environ.get("OPENAI_API_KEY", "").strip()):
+        if secret:
+            text = text.replace(secret, "***")
+    return _AUTHORIZATION.sub(r"\1***", _LOGIN.sub("***@", text))
+
+
+_SECRET_OPTIONS = re.compile(
+    r"(--[\w-]*(?:api[-_]key|hf[-_]token|password)[=\s]+)(?:(?!--)\S+(?:\s+|$))+", re.IGNORECASE
+)
+
+
+def shown_command(command: str) -> str:
+    """A server's command line or flags as `hidden` shows them, and ``***`` for keys in options."""
+    return _SECRET_OPTIONS.sub(r"\1*** ", hidden(command)).strip()
 
 
 class Bar:

@@ -54,8 +54,9 @@ def chunk_kda(
     Args:
         safe_gate: accepted; requires ``lower_bound`` together with ``use_gate_in_kernel``. The
             kernels are exact for any gate.
-        disable_recompute, use_graph: accepted for compatibility. Training is not supported, and
-            graph capture needs no preparation.
+        disable_recompute, use_graph: accepted for compatibility. Training is not supported. A
+            capture needs what every CUDA graph needs, a call before it, in which kernels are
+            compiled; no call inside waits for the GPU.
         return_intermediate_states: also return the state before each chunk,
             ``[B, chunks, HV, K, V]`` in k's dtype; with ``cu_seqlens`` ``B`` is 1 and the chunks
             of all sequences follow one another (see ``keeps_chunk_states`` of `kda_prefill`).
@@ -134,8 +135,9 @@ def fused_recurrent_kda(
     Args:
         q, k: ``[B, T, H, K]`` bf16, fp16 or fp32; ``K`` up to 256.
         v: ``[B, T, HV, V]``, q's dtype; ``HV`` a multiple of ``H``, ``V`` up to 256.
-            :func:`chunk_kda` multiplies 16-bit inputs in fp16, so values and states beyond 65,504
-            in magnitude overflow there.
+            On a GPU :func:`chunk_kda` multiplies 16-bit inputs in fp16: there values and states
+            beyond 65,504 in magnitude overflow, below 6e-5 they lose bits and below 3e-8 they
+            count as 0, and so do q and k without normalisation.
         g: ``[B, T, HV, K]`` bf16, fp16 or fp32: natural log of the decay (<= 0), or the raw gate
             with ``use_gate_in_kernel``.
         beta: ``[B, T, HV]`` bf16, fp16 or fp32: step size, or its logit with
@@ -149,7 +151,8 @@ def fused_recurrent_kda(
         use_gate_in_kernel: decay is ``exp(-exp(A_log) softplus(g + dt_bias))``, or with
             ``lower_bound`` (in ``[-5, 0)``) ``exp(lower_bound sigmoid(exp(A_log) (g + dt_bias)))``.
         use_beta_sigmoid_in_kernel: step size is ``sigmoid(beta)``, twice that with
-            ``allow_neg_eigval``.
+            ``allow_neg_eigval``. Step sizes near 2 with nearly parallel keys magnify roundings,
+            which :func:`chunk_kda` has more of: docs/families/kda.md.
         state_v_first: states are ``[..., V, K]`` instead of ``[..., K, V]``;
             ``transpose_state_layout`` is its deprecated name.
         cu_seqlens: ``[N + 1]`` int32 or int64, offsets of sequences packed in one row (``B = 1``).

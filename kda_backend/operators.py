@@ -73,6 +73,9 @@ def kda_prefill(
 ) -> SequencesResult:
     """Chunked prefill of sequences of any length.
 
+    16-bit inputs are multiplied in fp16 on a GPU: see `TokenInputs` for the magnitudes that this
+    serves, and :func:`kda_recurrent` for a form without that limit.
+
     Args:
         tokens: ``[B, T, ...]``.
         plan: of sequences that are packed in one row: the step's plan, or ``cu_seqlens [N + 1]``

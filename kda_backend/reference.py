@@ -37,13 +37,14 @@ def log_decay(
     heads, channels = g.shape[-2:]
     if dt_bias is not None:
         g = g + dt_bias.reshape(heads, channels).to(g.dtype)
-    rate: torch.Tensor | float = 1.0
-    if a_log is not None:
-        rate = a_log.reshape(heads, 1).to(g.dtype).exp()
-    if lower_bound is None:
-        # above the threshold softplus(x) and x differ by less than e^-40
-        return -rate * F.softplus(g, threshold=40.0)
-    return lower_bound * torch.sigmoid(rate * g)
+    a_log = g.new_zeros(()) if a_log is None else a_log.reshape(heads, 1).to(g.dtype)
+    rate = a_log.exp().clamp(max=torch.finfo(g.dtype).max)  # finite, since 0 times it is 0
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * g)
+    # above the threshold softplus(x) and x differ by less than e^-40, and below it softplus(x) and
+    # e^x; there the product may be a number where its factors are none
+    small = torch.exp(g + a_log)
+    return -torch.where(g < -40.0, small, rate * F.softplus(g, threshold=40.0))
 
 
 def recurrent_kda(

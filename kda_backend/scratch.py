@@ -39,7 +39,9 @@ class Scratch:
         self._totals = torch.empty(0, dtype=torch.float32, device=device)
         self._flags = self._segment_flags = torch.empty(0, dtype=torch.int32, device=device)
         self._asked = (0, 0, 0)
-        self._addresses = (0, 0, 0)
+        self._addresses: tuple[int, int, int] | None = None
+        # flags that were made in a capture: zeros in replays of that graph and nowhere else
+        self._flags_of_graph = self._segment_flags_of_graph = False
         self._in_graphs: dict[int, torch.Tensor] = {}  # by address
         self._order = StreamOrder(device)
 
@@ -51,16 +53,30 @@ class Scratch:
     def reserve(self, num_tiles: int, tile_bytes: int, key_dim: int) -> None:
         """Make room for ``num_tiles`` (chunks times value heads) of ``tile_bytes`` and ``K``."""
         asked = (num_tiles, tile_bytes, key_dim)
-        if asked == self._asked:  # as the other layers of a step ask
+        is_there = asked == self._asked and self._addresses is not None
+        if is_there and not self._flags_of_graph:  # as the other layers of a step ask
             return
-        self._asked = asked
-        if num_tiles * tile_bytes > self._tiles.shape[0]:
-            self._tiles = self._tiles.new_empty(num_tiles * tile_bytes)
-        if num_tiles * key_dim > self._totals.shape[0]:
-            self._totals = self._totals.new_empty(num_tiles * key_dim)
-        if num_tiles + _COUNTERS > self._flags.shape[0]:
-            self._flags = self._flags.new_zeros(num_tiles + _COUNTERS)
-        self._addresses = (self._tiles.data_ptr(), self._totals.data_ptr(), self._flags.data_ptr())
+        self._asked, self._addresses = asked, None  # until the memory is there
+        tiles, totals, flags = self._tiles, self._totals, self._flags
+        size = max(16, num_tiles * tile_bytes)  # memory without a byte has no address
+        if size > tiles.shape[0]:
+            tiles = tiles.new_empty(size)
+        if num_tiles * key_dim > totals.shape[0]:
+            totals = totals.new_empty(num_tiles * key_dim)
+        flags, of_graph = self._zeroed(flags, num_tiles + _COUNTERS, self._flags_of_graph)
+        self._flags_of_graph = of_graph
+        self._tiles, self._totals, self._flags = tiles, totals, flags
+        self._addresses = (tiles.data_ptr(), totals.data_ptr(), flags.data_ptr())
+
+    def _zeroed(self, flags: torch.Tensor, size: int, of_graph: bool) -> tuple[torch.Tensor, bool]:
+        """At least ``size`` flags for a call: as kernels have left them, or zeros; and whether they
+        are a graph's."""
+        capturing = is_capturing(flags.device)
+        if size > flags.shape[0] or (of_graph and not capturing):
+            return flags.new_zeros(max(size, flags.shape[0])), capturing
+        if of_graph:
+            flags.zero_()  # in this capture too, of that graph or of another one
+        return flags, of_graph
 
     def buffers(
         self, num_tiles: int, tile_bytes: int, key_dim: int
@@ -81,6 +97,7 @@ class Scratch:
     def addresses(self, num_tiles: int, tile_bytes: int, key_dim: int) -> tuple[int, int, int]:
         """Where those of `buffers` and `flags` lie."""
         self.buffers(num_tiles, tile_bytes, key_dim)
+        assert self._addresses is not None
         return self._addresses
 
     def segment_addresses(self, places: int, sizes: tuple[int, ...], flags: int) -> list[int]:
@@ -96,8 +113,9 @@ class Scratch:
         """
         if places * sum(sizes) > self._segments.shape[0]:
             self._segments = self._segments.new_empty(places * sum(sizes))
-        if places * flags > self._segment_flags.shape[0]:
-            self._segment_flags = self._segment_flags.new_zeros(places * flags)
+        self._segment_flags, self._segment_flags_of_graph = self._zeroed(
+            self._segment_flags, places * flags, self._segment_flags_of_graph
+        )
         self._keep_in_capture(self._segments, self._segment_flags)
         begins = itertools.accumulate(sizes[:-1], initial=0)
         kinds = [self._segments.data_ptr() + places * begin for begin in begins]

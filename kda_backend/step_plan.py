@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -148,27 +149,44 @@ def build_step_plan(
 @functools.lru_cache(maxsize=64)
 def equal_length_plan(batch: int, length: int, device: torch.device, chunk_table: bool) -> StepPlan:
     """The plan of ``batch`` sequences of ``length`` tokens, kept for the calls that follow, on any
-    stream."""
-    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * length
-    plan = build_step_plan(
-        cu_seqlens.to(device), batch * length, cu_seqlens_cpu=cu_seqlens, chunk_table=chunk_table
-    )
+    stream. It waits for the GPU once."""
+    plan = _equal_length_plan(batch, length, device, chunk_table)
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # the copy has waited for it already
+        torch.cuda.current_stream(device).synchronize()
+    _made[batch, length, device, chunk_table] = plan
     return plan
 
 
 def plan_of_rows(q: torch.Tensor, chunk_table: bool) -> StepPlan:
-    """`equal_length_plan` of the rows of ``q [B, T, H, K]``. A plan that a CUDA graph has seen is
-    kept for good."""
+    """`equal_length_plan` of the rows of ``q [B, T, H, K]``.
+
+    In a CUDA graph's capture nothing waits: a plan that is not there yet is made by kernels of the
+    graph, for this call alone, since nothing lies in its memory before a replay. A plan that a
+    graph has seen is kept for good.
+    """
     batch, length = q.shape[:2]
-    plan = equal_length_plan(batch, length, q.device, chunk_table)
-    if is_capturing(q.device):
-        _in_graphs[batch, length, q.device] = plan
+    key = batch, length, q.device, chunk_table
+    if not is_capturing(q.device):
+        return equal_length_plan(*key)
+    plan = _made.get(key) or _equal_length_plan(*key)
+    _in_graphs[id(plan)] = plan
     return plan
 
 
-_in_graphs: dict[tuple[int, int, torch.device], StepPlan] = {}
+_made: weakref.WeakValueDictionary[tuple[int, int, torch.device, bool], StepPlan]
+_made = weakref.WeakValueDictionary()  # those that `equal_length_plan` keeps
+_in_graphs: dict[int, StepPlan] = {}
+
+
+def _equal_length_plan(
+    batch: int, length: int, device: torch.device, chunk_table: bool
+) -> StepPlan:
+    bounds = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * length
+    # made on the device: a copy from the host would wait
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+    return build_step_plan(
+        cu_seqlens, batch * length, cu_seqlens_cpu=bounds, chunk_table=chunk_table
+    )
 
 
 def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import os
+import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from backend_cli.errors import BadInputError
+from backend_cli.terminal import hidden
 from backend_core.bounded import ANSWER_BYTES, parse_json, read_answer
+
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
+
+RETRY_SECONDS = (1.0, 4.0, 16.0)
+"""Before each further try of a completion that failed as a server that is busy or restarts does."""
+_PASSING = {408, 425, 429, 500, 502, 503, 504}
+_ERROR_BYTES, _ERROR_CHARS = 1 << 16, 1000
 
 
 @dataclass(frozen=True)
@@ -25,20 +37,28 @@ class Server:
         model: the served name that requests give.
         engine, version: ``"vllm"``, ``"0.26.0"``; ``None`` where it does not say.
         backend: the attention backend, ``None`` where it does not say (vLLM never does).
+        root: the weights behind the name, ``None`` where it does not say.
     """
 
     model: str
     engine: str | None
     version: str | None
     backend: str | None
+    root: str | None = None
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of a server, and how long one answer may take."""
+    """The address of a server, and how long one answer may take.
+
+    Attributes:
+        base_url: without user, password and a final ``/v1``.
+        login: ``user:password`` of the address; it takes the place of ``OPENAI_API_KEY``.
+    """
 
     base_url: str
     timeout: float = 600.0
+    login: str | None = field(default=None, repr=False)
 
     @staticmethod
     def parse(base_url: str, timeout: float = 600.0) -> Endpoint:
@@ -50,12 +70,21 @@ class Endpoint:
         url = base_url.rstrip("/").removesuffix("/v1")
         try:
             parts = urlsplit(url)
-            known = parts.scheme in ("http", "https") and parts.netloc != "" and parts.port != 0
+            known = (
+                parts.scheme in ("http", "https")
+                and bool(parts.hostname)
+                and parts.port != 0
+                and not parts.query
+                and not parts.fragment
+            )
         except ValueError:  # unbalanced brackets, or an invalid port
             known = False
-        if not known:
-            raise BadInputError(f"--base-url must be like http://localhost:8000, got {base_url!r}")
-        return Endpoint(url, timeout)
+        if not known or not url.isprintable() or " " in url:
+            shown = re.split("[?#]", hidden(base_url))[0]
+            raise BadInputError(f"--base-url must be like http://localhost:8000, got {shown!r}")
+        login, at, host = parts.netloc.rpartition("@")
+        url = parts._replace(netloc=host).geturl()
+        return Endpoint(url, timeout, unquote(login) if at else None)
 
     def server(self, model: str | None) -> Server:
         """The server there; ``model`` picks one of several, by default the only one.
@@ -64,7 +93,8 @@ class Endpoint:
             BadInputError: nothing answers, or no such endpoint, or it does not serve this model.
         """
         try:
-            served = [entry["id"] for entry in self._get("/v1/models")["data"]]
+            entries = {entry["id"]: entry for entry in self._get("/v1/models")["data"]}
+            served = list(entries)
             if not all(isinstance(name, str) for name in served):
                 raise TypeError("a name that is not text")
         except (KeyError, TypeError, NotThereError) as error:
@@ -75,31 +105,51 @@ class Endpoint:
             model = served[0]
         if model is None or model not in served:
             got = "no --model" if model is None else repr(model)
-            raise BadInputError(f"--model must be one of {', '.join(served)}, got {got}")
+            names = self._hidden(", ".join(served))
+            raise BadInputError(f"--model must be one of {names}, got {got}")
+        root = entries[model].get("root")
+        root = root if isinstance(root, str) else None
         info = self._try_get("/server_info") or self._try_get("/get_server_info")
         if isinstance(info, dict) and "attention_backend" in info:
             backend = info["attention_backend"]
-            return Server(model, "sglang", info.get("version"), backend)
+            return Server(model, "sglang", info.get("version"), backend, root)
         version = self._try_get("/version")
         if isinstance(version, dict) and isinstance(version.get("version"), str):
             engine = str(version.get("engine", "vllm"))
-            return Server(model, engine, version["version"], version.get("backend"))
-        return Server(model, None, None, None)
+            return Server(model, engine, version["version"], version.get("backend"), root)
+        return Server(model, None, None, None, root)
 
-    def complete(self, request: dict[str, Any]) -> str:
-        """The text of one completion.
+    def complete(self, request: dict[str, Any]) -> str | None:
+        """The text of one completion, ``None`` where the server answers with null.
+
+        A request that fails as one to a busy or restarting server does is tried again,
+        `RETRY_SECONDS` apart.
 
         Raises:
             BadInputError: the server does not answer, or refuses the request.
         """
+        for wait in RETRY_SECONDS:
+            try:
+                return self._complete(request)
+            except PassingError:
+                time.sleep(wait)
+        return self._complete(request)
+
+    def _complete(self, request: dict[str, Any]) -> str | None:
+        answer = self._send("/v1/completions", request)
         try:
-            text = self._send("/v1/completions", request)["choices"][0]["text"]
+            text = answer["choices"][0]["text"]
         except (KeyError, IndexError, TypeError) as error:
+            said = _reason(answer) if isinstance(answer, dict) else None
+            what = "without choices[0].text" if said is None else f"with an error: {said}"
             raise BadInputError(
-                f"{self.base_url} answered a completion without choices[0].text"
+                f"{self.base_url} answered a completion {self._hidden(what)}"
             ) from error
-        if not isinstance(text, str):
-            raise BadInputError(f"{self.base_url} answered a completion that is not text: {text!r}")
+        if text is not None and not isinstance(text, str):
+            raise BadInputError(
+                f"{self.base_url} answered a completion whose text is of type "
+                f"{type(text).__name__}, expected str"
+            )
         return text
 
     def _get(self, path: str) -> Any:
@@ -112,15 +162,8 @@ class Endpoint:
             return None
 
     def _send(self, path: str, body: dict[str, Any] | None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            if not (key.isascii() and key.isprintable()):  # the error about a header would show it
-                raise BadInputError(
-                    "OPENAI_API_KEY must be printable ASCII: it may end as a line of a file does"
-                )
-            headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.base_url + path, data, headers)
+        request = urllib.request.Request(self.base_url + path, data, self._headers())
         try:
             with _OPENER.open(request, timeout=self.timeout) as response:
                 answer = read_answer(response, ANSWER_BYTES, self.timeout)
@@ -128,25 +171,61 @@ class Endpoint:
                     raise http.client.IncompleteRead(answer, response.length)
                 return parse_json(answer)
         except urllib.error.HTTPError as error:
-            said = " ".join(_begin_of(error).decode(errors="replace").split())[:300]
             if error.code == 404 and body is None:
-                raise NotThereError(f"{self.base_url} has no {path}") from error
-            raise BadInputError(f"{self.base_url}{path} answered {error.code}: {said}") from error
+                raise NotThereError(f"{self.base_url} has no {path}") from None
+            kind = PassingError if error.code in _PASSING else BadInputError
+            said = self._hidden(_said(_begin_of(error)))
+            raise kind(f"{self.base_url}{path} answered {error.code}: {said}") from None
         except ValueError as error:
-            raise BadInputError(
-                f"{self.base_url}{path} did not answer with JSON: {error}"
-            ) from error
+            said = self._hidden(str(error))
+            raise BadInputError(f"{self.base_url}{path} did not answer with JSON: {said}") from None
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            raise BadInputError(f"no answer from a server at {self.base_url}: {reason}") from error
+            reason = self._hidden(str(getattr(error, "reason", None) or error))
+            raise PassingError(f"no answer from a server at {self.base_url}: {reason}") from None
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self.login is not None:
+            coded = base64.b64encode(self.login.encode()).decode()
+            headers["Authorization"] = f"Basic {coded}"
+        elif key := os.environ.get("OPENAI_API_KEY"):
+            if not (key.isascii() and key.isprintable()):  # the error about a header would show it
+                raise BadInputError(
+                    "OPENAI_API_KEY must be printable ASCII: it may end as a line of a file does"
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        return headers
+
+    def _hidden(self, text: str) -> str:
+        """What the server said, without what only this side may know."""
+        login = self.login or ""
+        return hidden(text, login.partition(":")[2], base64.b64encode(login.encode()).decode())
 
 
 def _begin_of(error: urllib.error.HTTPError) -> bytes:
     """The first bytes of an error's answer; empty if the server ends before it."""
     try:
-        return error.read(2000)
+        return error.read(_ERROR_BYTES)
     except (OSError, http.client.HTTPException):
         return b""
+
+
+def _said(body: bytes) -> str:
+    """An error's sentence, or the begin of its text where that has none."""
+    try:
+        said = _reason(json.loads(body))
+    except (ValueError, RecursionError):
+        said = None
+    return " ".join((said or body.decode(errors="replace")).split())[:_ERROR_CHARS]
+
+
+def _reason(answer: Any) -> str | None:
+    """The sentence in an error's JSON: ``error.message``, ``message`` or ``detail``."""
+    while isinstance(answer, dict):
+        answer = next(
+            (answer[key] for key in ("error", "message", "detail") if answer.get(key)), None
+        )
+    return None if answer is None else " ".join(str(answer).split())[:_ERROR_CHARS]
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -163,9 +242,13 @@ class NotThereError(BadInputError):
     """The server answers, but has no such page."""
 
 
+class PassingError(BadInputError):
+    """A failure that the same request may not meet again."""
+
+
 def ask_all(
-    ask: Callable[[str], str], prompts: Sequence[str], concurrency: int
-) -> Iterator[tuple[int, str]]:
+    ask: Callable[[Question], Answer], prompts: Sequence[Question], concurrency: int
+) -> Iterator[tuple[int, Answer]]:
     """Ask every prompt, ``concurrency`` at once; (index, answer) as answers come.
 
     An error of ``ask`` is raised once the answers under way have come; nothing new is asked.

@@ -1,7 +1,6 @@
 """``kda-dsv4 eval gsm8k``: grade-school mathematics through the endpoint of a running server.
 
-The work is lm-evaluation-harness's: its task ``gsm8k``, its model ``local-completions`` with its
-retries, and its cache, from which an interrupted run continues.
+Prompts, examples, extraction and scores are those of lm-evaluation-harness's task ``gsm8k``.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as recall
+from backend_cli.eval.answers import KeptAnswers
 from backend_cli.eval.endpoint import Endpoint
 from backend_cli.eval.record import (
     QUESTION_CHARS,
@@ -28,6 +29,7 @@ from backend_cli.eval.record import (
     write_record,
 )
 from backend_cli.files import read_by
+from backend_cli.terminal import shown_command
 
 NUM_FEWSHOT = 5
 SEED = 1234
@@ -70,23 +72,26 @@ def gsm8k(
     ] = None,
 ) -> None:
     """Measure GSM8K accuracy with five examples and compare it with published values."""
-    if importlib.util.find_spec("lm_eval") is None or importlib.util.find_spec("tenacity") is None:
+    if importlib.util.find_spec("lm_eval") is None:
         raise CliError("eval gsm8k needs lm-eval[api]: pip install '.[eval]' in the clone")
     files = None if data_path is None else _data_files(data_path, num_questions)
     endpoint = Endpoint.parse(base_url, timeout)
     server = endpoint.server(model)
     path = output_path(output, "gsm8k", server.model)
-    cache = Path(f"{path}.answers")
-    served = {
-        "model": server.model,
-        "base_url": f"{endpoint.base_url}/v1/completions",
-        "tokenizer_backend": None,
-        "num_concurrent": concurrency,
-        "max_gen_toks": max_tokens,
-        "timeout": timeout,
-        "seed": SEED,
-    }
-    results = evaluate("local-completions", served, files, num_questions, cache)
+    flags = None if flags is None else shown_command(flags)
+    answers = KeptAnswers(Path(f"{path}.answers"), endpoint, server, flags)
+
+    def ask(prompts: list[str], options: dict[str, Any]) -> list[str]:
+        shared = {
+            "model": server.model,
+            "max_tokens": max_tokens,
+            "temperature": options["temperature"],
+            "stop": options["until"],
+            "seed": SEED,
+        }
+        return answers.ask([{"prompt": prompt, **shared} for prompt in prompts], concurrency)
+
+    results = evaluate(ask, files, num_questions)
     questions = _questions(results["samples"]["gsm8k"])
     found = {rule: accuracy([q["right"][rule] for q in questions]) for rule in _RULES}
     settings = {
@@ -97,28 +102,27 @@ def gsm8k(
         "harness": importlib.metadata.version("lm_eval"),
     }
     judged = verdict(server.model, found)
-    record = write_record(path, "gsm8k", server, flags, found, judged, questions, settings)
-    _file_of(cache).unlink(missing_ok=True)
+    record = write_record(
+        path, "gsm8k", server, flags, found, judged, questions, settings, answers.without_text
+    )
+    answers.remove()
     print_record(record, path)
     if record["verdict"]["ok"] is False:
         raise typer.Exit(1)
 
 
 def evaluate(
-    model: Any,
-    served: dict[str, Any],
+    ask: Callable[[list[str], dict[str, Any]], list[str]],
     files: dict[str, str] | None,
     limit: int | None,
-    cache: Path | None,
 ) -> dict[str, Any]:
     """Run the harness's task ``gsm8k``.
 
     Args:
-        model: the harness's name of a model, or one.
-        served: the model's arguments.
+        ask: the answers to prompts, and the task's options for generation (``until``,
+            ``temperature``).
         files: ``test`` and perhaps ``train``; ``None`` loads the hub's data set.
         limit: how many questions; ``None`` is all.
-        cache: where answers are kept as they come, by prompt.
 
     Returns:
         The value of ``lm_eval.simple_evaluate``.
@@ -126,14 +130,21 @@ def evaluate(
     Raises:
         BadInputError: the server stopped answering, or the data set cannot be loaded.
     """
-    # they log each of a server's failures, and the requests that the first one leaves behind
-    for name in ("lm_eval", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
     import lm_eval
     import lm_eval.evaluator
     import yaml
-    from aiohttp import ClientError
+    from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
+
+    class Asked(LM):  # type: ignore[misc]
+        """The harness's view of what answers; the task generates and asks for no likelihoods."""
+
+        loglikelihood = loglikelihood_rolling = None
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            prompts, options = zip(*(request.args for request in requests), strict=True)
+            return ask(list(prompts), options[0])
 
     # it would ask git about the user's folder, and git complains where that is no repository
     lm_eval.evaluator.get_git_commit_hash = lambda: None
@@ -151,22 +162,15 @@ def evaluate(
     try:
         return dict(
             lm_eval.simple_evaluate(
-                model=model,
-                model_args=served,
+                model=Asked(),
                 tasks=[config],
                 task_manager=TaskManager(include_defaults=False),  # of thousands, one is used
                 num_fewshot=NUM_FEWSHOT,
                 limit=limit,
-                use_cache=cache and str(cache),
                 bootstrap_iters=0,
                 fewshot_random_seed=SEED,
             )
         )
-    except (ClientError, TimeoutError) as error:
-        raise BadInputError(
-            f"the server stopped answering ({error!r}); the answers are kept in "
-            f"{cache and _file_of(cache)}: run the same command again to go on"
-        ) from error
     except (OSError, ValueError) as error:
         if files is not None:
             raise
@@ -174,11 +178,6 @@ def evaluate(
             f"openai/gsm8k cannot be loaded from its hub ({error}): give its test file with "
             "--data-path"
         ) from error
-
-
-def _file_of(cache: Path) -> Path:
-    """The harness's file for a cache of this name, in a run of one process."""
-    return Path(f"{cache}_rank0.db")
 
 
 def _data_files(path: Path, num_questions: int | None) -> dict[str, str]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as task
-from backend_cli.eval.endpoint import Endpoint, Server, ask_all
+from backend_cli.eval.answers import KeptAnswers
+from backend_cli.eval.endpoint import Endpoint, Server
 from backend_cli.eval.record import (
     QUESTION_CHARS,
     accuracy,
@@ -22,7 +22,7 @@ from backend_cli.eval.record import (
 )
 from backend_cli.families import family_of_checkpoint, transformers_adapter
 from backend_cli.files import read_by
-from backend_cli.terminal import Bar
+from backend_cli.terminal import Bar, shown_command
 from backend_core.engines import ENGINES
 
 RECALL = Path(__file__).resolve().parents[2] / "benchmarks" / "recall"
@@ -86,10 +86,13 @@ def recall(
         where = checkpoint or RECALL / "checkpoint"
         server = _here(where, upstream)
     path_out = output_path(output, "recall", server.model)
+    flags = None if flags is None else shown_command(flags)
     prompts = [questions.prompt(item) for item in questions.items]
     expected = [questions.answer(item) for item in questions.items]
+    kept = None
     if endpoint is not None:
-        answers = _ask(_served(endpoint, server.model), prompts, expected, concurrency)
+        kept = KeptAnswers(Path(f"{path_out}.answers"), endpoint, server, flags)
+        answers = kept.ask([_request(server.model, prompt) for prompt in prompts], concurrency)
     else:
         answers = _answer_here(where, upstream, prompts, expected)
     rights = [
@@ -120,7 +123,10 @@ def recall(
             "num_questions": len(questions.items),
             "data": hashlib.sha256(path.read_bytes()).hexdigest()[:16],
         },
+        0 if kept is None else kept.without_text,
     )
+    if kept is not None:
+        kept.remove()
     print_record(record, path_out)
     if not ok:
         raise typer.Exit(1)
@@ -134,16 +140,14 @@ def _questions(path: Path, count: int | None, is_default: bool) -> task.Question
     return questions if count is None else questions.head(count)
 
 
-def _served(endpoint: Endpoint, model: str) -> Callable[[str], str]:
-    return lambda prompt: endpoint.complete(
-        {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": task.MAX_ANSWER_TOKENS,
-            "temperature": 0.0,
-            "stop": [task.TERMINATOR],
-        }
-    )
+def _request(model: str, prompt: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": task.MAX_ANSWER_TOKENS,
+        "temperature": 0.0,
+        "stop": [task.TERMINATOR],
+    }
 
 
 def _here(checkpoint: Path, upstream: bool) -> Server:
@@ -167,19 +171,6 @@ def _here(checkpoint: Path, upstream: bool) -> Server:
     )
 
 
-def _ask(
-    ask: Callable[[str], str], prompts: list[str], expected: list[str], concurrency: int
-) -> list[str]:
-    """The answers in the prompts' order; a bar shows the accuracy so far."""
-    answers, right = [""] * len(prompts), 0
-    with Bar("questions", len(prompts)) as bar:
-        for count, (index, answer) in enumerate(ask_all(ask, prompts, concurrency), start=1):
-            answers[index] = answer
-            right += task.extract_answer(answer) == expected[index]
-            bar.update(1, note=f"accuracy {right / count:.3f}")
-    return answers
-
-
 def _answer_here(
     checkpoint: Path, upstream: bool, prompts: list[str], expected: list[str]
 ) -> list[str]:
@@ -196,7 +187,13 @@ def _answer_here(
     if not upstream:
         adapter.enable()
     try:
-        with bounded_threads():
-            return _ask(lambda prompt: task.decode(generate(model, prompt)), prompts, expected, 1)
+        answers: list[str] = []
+        right = 0
+        with bounded_threads(), Bar("questions", len(prompts)) as bar:
+            for prompt, want in zip(prompts, expected, strict=True):
+                answers.append(task.decode(generate(model, prompt)))
+                right += task.extract_answer(answers[-1]) == want
+                bar.update(1, note=f"accuracy {right / len(answers):.3f}")
+        return answers
     finally:
         adapter.disable()

@@ -142,6 +142,7 @@ def write_record(
     verdict: dict[str, Any],
     questions: list[dict[str, Any]],
     settings: dict[str, Any],
+    without_text: int,
 ) -> dict[str, Any]:
     """Write the record and return it.
 
@@ -149,7 +150,7 @@ def write_record(
     ``engine``, ``engine_version``, ``backend``, ``flags``, ``accuracy`` (by extraction rule:
     ``value``, ``low``, ``high``), ``verdict`` (``ok``, ``text``), ``questions`` (``id``,
     ``question`` (its begin), ``expected``, ``answer``, ``right`` by rule), ``settings``, ``date``,
-    ``version``.
+    ``version``, ``without_text`` (how many answers had null for a text).
     """
     record = {
         "format": FORMAT,
@@ -165,6 +166,7 @@ def write_record(
         "settings": settings,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "version": __version__,
+        "without_text": without_text,
         "questions": questions,
     }
     write_json(path, record)
@@ -184,6 +186,8 @@ def print_record(record: dict[str, Any], output: Path) -> None:
             f"{rule:10} {found['value']:.4f}, 95 % interval {found['low']:.4f} to "
             f"{found['high']:.4f}"
         )
+    if count := record["without_text"]:
+        console.print(f"{count} answers had null for a text and count as wrong")
     console.print(record["verdict"]["text"])
     console.print(f"record: {output}")
 

@@ -29,9 +29,10 @@ class TokenInputs(NamedTuple):
         q, k: ``[*, H, K]`` bf16, fp16 or fp32, where ``*`` is ``B, T`` for sequences (K up to 256)
             and ``N`` for a step (K up to 128, heads of a row adjacent). Views of one packed
             projection will do.
-        v: ``[*, HV, V]``, q's dtype; ``HV`` a multiple of ``H``, V as large as K may be. Prefill
-            multiplies 16-bit inputs in fp16, so values and states beyond 65,504 in magnitude
-            overflow there.
+        v: ``[*, HV, V]``, q's dtype; ``HV`` a multiple of ``H``, V as large as K may be. On a GPU
+            prefill multiplies 16-bit inputs in fp16: there values and states beyond 65,504 in
+            magnitude overflow, below 6e-5 they lose bits and below 3e-8 they count as 0, and so do
+            q and k without normalisation.
         g: ``[*, HV, K]`` bf16, fp16 or fp32, as the gate says.
         beta: ``[*, HV]`` bf16, fp16 or fp32.
         beta_kind: how beta becomes a step size.

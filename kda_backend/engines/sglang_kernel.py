@@ -194,7 +194,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         state = StateRef.pool(ssm_states, cache_indices)
         if is_spec_decode:
             rows = ssm_states[cache_indices.clamp(min=0).long()].float()
-            rows *= (cache_indices >= 0).view(-1, 1, 1, 1)
+            rows.masked_fill_((cache_indices < 0).view(-1, 1, 1, 1), 0.0)  # slot 0 may hold a NaN
             state = StateRef.functional(rows, v_first=True)
         if track_state is not None and track_chunk_idx is not None:
             state = state.with_snapshots(track_chunk_idx.unsqueeze(1), track_state.unsqueeze(1))

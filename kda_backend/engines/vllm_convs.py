@@ -24,10 +24,16 @@ class SeparateConvs(KeepsLengths):
     _kda_conv: torch.Tensor
     _kda_weights: LayerWeights | None = None
 
-    def take_over(self: Any, vllm_config: VllmConfig, *, checkpoints: bool = False) -> bool:
+    def take_over(
+        self: Any, vllm_config: VllmConfig, refusal: str | None, *, checkpoints: bool = False
+    ) -> bool:
         """As the layer is built: ask for its runtime, and make one matrix of the rows of q, k and
-        v, of which their weights become views. False where upstream's code serves the layer."""
-        offload, refusal = vllm_config.offload_config, None
+        v, of which their weights become views. False where upstream's code serves the layer.
+
+        Args:
+            refusal: why this release's layer cannot be served.
+        """
+        offload = vllm_config.offload_config
         if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
             refusal = "weights are kept in host memory, and those of convolutions are packed"
         self.kda_runtime = runtime_of(

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 
 from kda_backend.engines.vllm_convs import SeparateConvs
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints
+from kda_backend.engines.vllm_seams import changed
 
 
 def layer_class(upstream: Any) -> Any:
@@ -23,9 +24,12 @@ def layer_class(upstream: Any) -> Any:
     class KdaLayer(SeparateConvs, ExportsCheckpoints, upstream):  # type: ignore[misc]
         exports = "get_kv_cache_spec" in vars(upstream)
 
-        def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str = "") -> None:
-            super().__init__(config, vllm_config, prefix)
-            if not self.take_over(vllm_config, checkpoints=self.exports):
+        def __init__(
+            self, config: Any, vllm_config: VllmConfig, prefix: str = "", **options: Any
+        ) -> None:
+            super().__init__(config, vllm_config, prefix, **options)
+            odd = changed(upstream, "forward", {"hidden_states", "positions"})
+            if not self.take_over(vllm_config, odd, checkpoints=self.exports):
                 self.__class__ = upstream
 
         def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -78,8 +78,8 @@ def runtime_of(
 def _refusal(vllm_config: VllmConfig, module: Any, lower_bound: float | None) -> str | None:
     if batch_invariant():
         return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
-    if vllm_config.cache_config.use_replayssm:
-        return "--use-replayssm verifies drafts from records that upstream's layers keep"
+    if (records := _refusal_of_records(vllm_config, module)) is not None:
+        return records
     state_dtype = module.get_state_dtype()[1]
     if state_dtype not in (torch.float32, torch.bfloat16):
         return f"the KDA state must be float32 or bfloat16, got {state_dtype}"
@@ -95,6 +95,21 @@ def _refusal(vllm_config: VllmConfig, module: Any, lower_bound: float | None) ->
         if chosen not in ("auto", "triton"):
             return f"{option} asks for the kernels of {chosen}"
     return None
+
+
+def _refusal_of_records(vllm_config: VllmConfig, module: Any) -> str | None:
+    """Why drafts are not verified from records here; of a layer that keeps none upstream, with what
+    its code does instead: its table has one column, of which it reads the accepted token's."""
+    if not vllm_config.cache_config.use_replayssm:
+        return None
+    kinds = [kind.__name__ for kind in type(module).__mro__]
+    if vllm_config.speculative_config is not None and "KimiGatedDeltaNetAttention" in kinds:
+        return (
+            "--use-replayssm with drafts reads states of other requests in vLLM's"
+            " KimiGatedDeltaNetAttention, which keeps no records and serves here: its answers are"
+            " wrong, so serve without --use-replayssm or without drafts"
+        )
+    return "--use-replayssm verifies drafts from records that upstream's layers keep"
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from kda_backend.engines.vllm_convs import SeparateConvs
+from kda_backend.engines.vllm_seams import changed
 from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
 
 _OP = "kda_dsv4_core"
@@ -57,7 +58,8 @@ def layer_class(upstream: Any) -> Any:
             super().__init__(*args, **kwargs)
             vllm_config = get_current_vllm_config()
             self.kda_lower_bound = self.lower_bound if self.safe_gate else None
-            if not self.take_over(vllm_config):
+            odd = changed(upstream, "forward", {"hidden_states", "positions", "output"})
+            if not self.take_over(vllm_config, odd):
                 expect_upstreams_dtype(self, upstream, vllm_config)
                 self.__class__ = upstream
                 return

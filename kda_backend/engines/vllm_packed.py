@@ -20,8 +20,11 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from kda_backend.contract.values import GateSpec
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints, KeepsLengths
+from kda_backend.engines.vllm_seams import changed
 from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
 from kda_backend.layer import LayerWeights
+
+_FORWARD = {"mixed_qkv", "g1", "g2", "beta", "core_attn_out"}
 
 
 def layer_class(upstream: Any) -> Any:
@@ -44,7 +47,11 @@ def layer_class(upstream: Any) -> Any:
             else:
                 self.exports = "checkpoint" in GDNAttentionMetadata.__dataclass_fields__
             self.kda_runtime = runtime_of(
-                vllm_config, self, self.gate_lower_bound, checkpoints=self.exports
+                vllm_config,
+                self,
+                self.gate_lower_bound,
+                checkpoints=self.exports,
+                refusal=changed(upstream, "_forward", _FORWARD),
             )
             if self.kda_runtime is None:
                 expect_upstreams_dtype(self, upstream, vllm_config)

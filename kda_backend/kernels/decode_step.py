@@ -92,7 +92,7 @@ def decode_step_kernel(
     b_v = tl.load(v_ptr + i_n * stride_v_n + i_hv * V + o_v, mask=m_v, other=0.0)
     b_g = tl.load(g_ptr + i_n * stride_g_n + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
     beta = tl.load(beta_ptr + i_n * stride_beta_n + i_hv)
-    rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
+    a_log, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
     if norm_weight_ptr is not None:
         b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
         p_gate = norm_gate_ptr + i_n * stride_norm_gate_n + i_hv * V + o_v
@@ -121,7 +121,7 @@ def decode_step_kernel(
         store_window(conv_state_ptr, c_k, m_k, strides, (w_k[1], w_k[2], x_k))
         store_window(conv_state_ptr, c_v, m_v, strides, (w_v[1], w_v[2], x_v))
 
-    b_decay = ex2(log2_decay(b_g, rate, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
+    b_decay = ex2(log2_decay(b_g, a_log, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
     beta = step_size(beta, BETA, FAST_MATH)
     b_state = b_state.to(tl.float32)
     b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)

@@ -104,7 +104,7 @@ def _level(
 @triton.jit
 def _norms_and_gates(
     rows,  # [4, 16, 1] pointers to q, k and g
-    gate,  # exp(A_log), pointer to dt_bias or None, lower bound
+    gate,  # A_log, pointer to dt_bias or None, lower bound
     k_in_ptr,
     block_sum_ptr,  # [4, ROW_K] fp32
     i_hv,
@@ -120,7 +120,7 @@ def _norms_and_gates(
     Leaves the gates in k_in's place and their sums over each block.
     """
     q_rows, k_rows, g_rows = rows
-    rate, dt_bias_ptr, lower_bound = gate
+    a_log, dt_bias_ptr, lower_bound = gate
     ROW_K: tl.constexpr = (K + 7) // 8 * 8
     DOT: tl.constexpr = k_in_ptr.dtype.element_ty
     o_b = tl.arange(0, 4)
@@ -142,7 +142,7 @@ def _norms_and_gates(
         b_bias = tl.zeros([1, 1, BLOCK], tl.float32)
         if dt_bias_ptr is not None:
             b_bias = tl.load(dt_bias_ptr + i_hv * K + o_d, mask=m_d, other=0.0)[None, None, :]
-        b_gf = log2_decay(b_gf, rate, b_bias.to(tl.float32), lower_bound, GATE, FAST_MATH)
+        b_gf = log2_decay(b_gf, a_log, b_bias.to(tl.float32), lower_bound, GATE, FAST_MATH)
         # 2^-1024 is zero, so the bound only keeps fp16 finite
         b_gf = tl.where(m_td, tl.maximum(b_gf, -1024.0), 0.0)
         m_row = o_d < ROW_K
@@ -346,9 +346,9 @@ def intra_kernel(
     o_b = tl.arange(0, 4)
     o_t = o_b[:, None] * 16 + tl.arange(0, 16)[None, :]  # token of a block's row
     m_t = o_t < length
-    rate = 1.0
+    a_log = tl.full([], 0.0, tl.float32)
     if a_log_ptr is not None:
-        rate = tl.exp(tl.load(a_log_ptr + i_hv).to(tl.float32))
+        a_log = tl.load(a_log_ptr + i_hv).to(tl.float32)
 
     # gates wait in k_in's place, their sums in A_qk's; then block decays and the diagonal in L's
     BLOCK_G: tl.constexpr = 32 if DOT.is_fp32() or K > 128 else (64 if K <= 64 else 128)
@@ -360,7 +360,7 @@ def intra_kernel(
             k_ptr + o_t[:, :, None] * stride_k_t,
             g_ptr + o_t[:, :, None] * stride_g_t,
         ),
-        gate=(rate, dt_bias_ptr, lower_bound),
+        gate=(a_log, dt_bias_ptr, lower_bound),
         k_in_ptr=k_in_ptr,
         block_sum_ptr=block_sum_ptr,
         i_hv=i_hv,

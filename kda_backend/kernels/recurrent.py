@@ -94,7 +94,7 @@ def recurrent_kernel(
         state_in_ptr += slot * stride_state_in_n + i_hv * stride_state_in_h
         b_state += tl.load(state_in_ptr + o_state, mask=m_vk & reads, other=0.0).to(tl.float32)
 
-    rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
+    a_log, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
     q_ptr += bos * stride_q_t + i_h * stride_q_h
     k_ptr += bos * stride_k_t + i_h * stride_k_h
     v_ptr += bos * stride_v_t + i_hv * stride_v_h
@@ -106,7 +106,7 @@ def recurrent_kernel(
         b_k = tl.load(k_ptr + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_v = tl.load(v_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
         b_g = tl.load(g_ptr + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_g = log2_decay(b_g, rate, b_bias, lower_bound, GATE, FAST_MATH)
+        b_g = log2_decay(b_g, a_log, b_bias, lower_bound, GATE, FAST_MATH)
         if L2NORM:
             b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)

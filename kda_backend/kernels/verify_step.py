@@ -182,7 +182,7 @@ def verify_step_kernel(
     o_state, m_state = state_tile(o_row, m_v, K, BLOCK_K, K_INNER, KB_AXIS)
     p_state = state_ptr + slot * stride_state_n + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
-    rate, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
+    a_log, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
     if norm_weight_ptr is not None:
         b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
     c_q = i_hv * K + o_k
@@ -231,7 +231,7 @@ def verify_step_kernel(
                 of_windows = (stride_windows_c, stride_windows_w)
                 heads = (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
                 store_windows(p_w, channels, own, of_windows, heads[0], heads[1], heads[2])
-        b_decay = ex2(log2_decay(b_g, rate, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
+        b_decay = ex2(log2_decay(b_g, a_log, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
         tl.store(p_write, b_state.to(write_ptr.dtype.element_ty), mask=m_state & writes)

@@ -8,6 +8,8 @@ long       A_log N(1.3, 1.3) up to 5.3, dt_bias N(-3, 2), raw gate N(0, 3): a lo
 extreme    exp(A_log) = 201, the largest of Kimi-Linear's checkpoint; two channels of three decay by
            up to e^-2661 per token and e^-6e4 per chunk, the third keeps its state
 collinear  keys 1 % apart, beta ~ 1, decay ~ 1
+steep      A_log 95, whose exponential is beyond fp32: a third of the channels have decays of all
+           sizes, a third a softplus below fp32, a third a raw gate of exactly 0
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import math
 
 import torch
 
-REGIMES = ("random", "init", "weak", "long", "extreme", "collinear")
+REGIMES = ("random", "init", "weak", "long", "extreme", "collinear", "steep")
 MEASURED_REGIMES = ("random", "init", "weak", "long", "collinear")
 """The regimes of the committed accuracy tables."""
 HARD_REGIMES = ("random", "extreme", "collinear", "long")
@@ -66,6 +68,11 @@ def gate_parameters(
         return constant(math.log(201.0), heads), dt_bias, raw
     if regime == "collinear":
         return constant(-5.0, heads), constant(-5.0, heads, channels), raw
+    if regime == "steep":
+        kind = torch.arange(channels, device=raw.device) % 3
+        dt_bias = torch.where(kind == 0, 2.0 * normal(heads, channels) - 97.0, 0.0)
+        dt_bias = torch.where(kind == 1, -300.0, dt_bias)
+        return constant(95.0, heads), dt_bias, torch.where(kind == 2, 0.0, raw)
     raise ValueError(f"regime must be one of {', '.join(REGIMES)}, got {regime}")
 
 

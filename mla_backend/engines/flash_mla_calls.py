@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from backend_core.engines.calls import odd_arguments
+from backend_core.engines.calls import odd_arguments, odd_callee, odd_calls
 from mla_backend.contract.sparse_mla import NamedRows
 from mla_backend.engines.sparse_layer import SparseLayer
 
@@ -29,6 +29,20 @@ FIXED = {
     },
     PREFILL: {"d_v", "out"},
 }
+
+
+def changed(caller: Any, decode: Any, prefill: Any) -> str | None:
+    """Why the calls that an engine's class makes cannot be made here, asked at load.
+
+    Args:
+        decode, prefill: the functions that it calls.
+    """
+    for name, function in ((DECODE, decode), (PREFILL, prefill)):
+        odd = odd_calls(caller, name, READ[name], FIXED[name])
+        odd = odd or odd_callee(function, READ[name], FIXED[name])
+        if odd is not None:
+            return odd
+    return None
 
 
 def make(served: SparseLayer, name: str, call: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:

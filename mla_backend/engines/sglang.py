@@ -61,6 +61,10 @@ def choose(runner: Any, upstream: Any) -> type | str:
             f"pages must have a multiple of {PAGE_MULTIPLE} tokens, got {upstream.page_size}:"
             " --page-size 64 gives such pages"
         )
+    from mla_backend.engines import sglang_mla
+
+    if (odd := sglang_mla.changed()) is not None:
+        return odd
     say(
         *chosen(
             f"MLA with {heads} heads per rank",
@@ -70,8 +74,6 @@ def choose(runner: Any, upstream: Any) -> type | str:
             rows,
         )
     )
-    from mla_backend.engines import sglang_mla
-
     return sglang_mla.SplitKvAttnBackend
 
 

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.layers.attention import flashattention_backend
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
-from backend_core.engines.calls import odd_arguments
+from backend_core.engines.calls import odd_arguments, odd_callee, odd_calls, odd_signature
 from backend_core.target import detect_target
 from mla_backend.engines.mla_decoder import MlaDecoder, MlaStep
 from mla_backend.engines.sglang_facts import KERNELS, mla_layers
@@ -31,7 +31,24 @@ _FIXED = {
     *("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "causal", "softcap", "num_splits", "ver"),
     *("k_descale", "v_descale", "return_softmax_lse", "window_size"),
 }
+_METADATA = {"cache_seqlens_int32", "page_table"}
 _step: ContextVar[MlaStep | None] = ContextVar("step", default=None)
+
+
+def changed() -> str | None:
+    """Why this release's backend cannot be subclassed here, asked at load."""
+    kind = FlashAttentionBackend
+    before = {"forward_batch", "in_capture"}
+    decode = {"q", "k", "v", "layer", "forward_batch", "save_kv_cache"}
+    fields = flashattention_backend.FlashAttentionMetadata.__dataclass_fields__.keys()
+    return (
+        odd_signature(kind.init_forward_metadata, {"forward_batch"}, set())
+        or odd_signature(kind.init_forward_metadata_out_graph, before, set())
+        or odd_signature(kind.forward_decode, decode)
+        or odd_arguments("FlashAttentionMetadata", fields, _METADATA, fields)
+        or odd_callee(getattr(flashattention_backend, _CALL), _READ, _FIXED)
+        or odd_calls(kind.forward_decode, _CALL, _READ, _FIXED, naming="qv")
+    )
 
 
 class SplitKvAttnBackend(FlashAttentionBackend):  # type: ignore[misc]
@@ -125,7 +142,7 @@ def attend(step: MlaStep, call: dict[str, Any]) -> torch.Tensor:
     lengths = call["cache_seqlens"]
     if lengths.data_ptr() != step.plan.lengths.data_ptr():
         raise ValueError("cache_seqlens must be the lengths that the step was planned for")
-    if call["return_softmax_lse"] or call["k_descale"] is not None:
+    if call.get("return_softmax_lse") or call.get("k_descale") is not None:
         raise ValueError("return_softmax_lse and k_descale are not served")
     out, _ = step.attend(
         call["qv"],

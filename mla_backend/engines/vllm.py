@@ -107,9 +107,11 @@ def choose(request: Request) -> type[Any] | str:
         return str(error)
     if not any(lead.sizes for lead in leads.values()):
         return "; ".join(dict.fromkeys(lead.why for lead in leads.values()))
-    _explain(selection, name, leads)
     from mla_backend.engines import vllm_mla
 
+    if (odd := vllm_mla.changed()) is not None:
+        return odd
+    _explain(selection, name, leads)
     return vllm_mla.BACKENDS[name]
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import socketserver
 import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -15,41 +12,6 @@ import pytest
 from backend_cli.errors import BadInputError
 from backend_cli.eval.endpoint import Endpoint, Server, ask_all
 from backend_core.bounded import ANSWER_BYTES
-
-
-@pytest.fixture
-def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What a server answers by path; ``url`` is its address, ``seen`` the headers it got."""
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    answers: dict[str, Any] = {"/v1/models": {"data": [{"id": "m"}]}, "seen": [], "paths": []}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answers["seen"].append(self.headers)
-            answers["paths"].append(self.path)
-            answer = answers.get(self.path)
-            status, body = answer if isinstance(answer, tuple) else (200, answer)
-            self.send_response(404 if answer is None else status)
-            if status == 302:
-                self.send_header("Location", f"{answers['url']}/taken")
-            self.end_headers()
-            self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    answers["url"] = f"http://127.0.0.1:{server.server_address[1]}"
-    yield answers
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 def test_vllm(pages: dict[str, Any]) -> None:
@@ -88,13 +50,24 @@ def test_a_key_is_passed_on(pages: dict[str, Any], monkeypatch: pytest.MonkeyPat
     [
         ((503, b"loading"), "answered 503: loading"),
         ({"choices": []}, "without choices"),
-        ({"choices": [{"text": None}]}, "is not text: None"),
+        ({"choices": None}, "without choices"),
+        ({"error": {"message": "no balance", "code": 402}}, "with an error: no balance"),
+        ({"object": "error", "message": "too long"}, "with an error: too long"),
+        ({"choices": [{"text": 3}]}, "whose text is of type int"),
+        (
+            (400, b'{"error": {"message": "at most 512 tokens"}}'),
+            "answered 400: at most 512 tokens",
+        ),
+        ((422, b'{"detail": [{"msg": "no prompt"}]}'), "answered 422: .*no prompt"),
         ((200, b"<html>"), "did not answer with JSON"),
         ((200, b"\xff"), "did not answer with JSON"),
         ((200, b"[" * 100_000), "not nested so deeply"),
         ((200, b'"' + b"x" * (ANSWER_BYTES + 1) + b'"'), "expected an answer of at most"),
     ],
-    ids=["status", "no choice", "no text", "html", "not UTF-8", "deep", "large"],
+    ids=[
+        *("status", "no choice", "null", "an error", "an old error", "a number", "refused"),
+        *("detail", "html", "not UTF-8", "deep", "large"),
+    ],
 )
 def test_a_completion_without_text(pages: dict[str, Any], answer: Any, message: str) -> None:
     pages["/v1/completions"] = answer

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from backend_cli.eval import endpoint
 from backend_cli.eval import gsm8k as eval_gsm8k
 from backend_cli.eval import recall as eval_recall
 from backend_cli.eval import recall_task as recall
@@ -145,25 +146,22 @@ def _asked(prompt: str) -> str:
 
 def test_right_answers_are_scored_right(capfd: pytest.CaptureFixture[str]) -> None:
     """The harness's scoring, with answers instead of a server."""
-    from lm_eval.api.model import LM
-
+    pytest.importorskip("lm_eval")
     lines = [json.loads(line) for line in TEN.read_text().splitlines()]
     answers = {line["question"]: f" {line['answer']}\n" for line in lines}
     answers[lines[0]["question"]] = " That makes 24 jars."  # no ####: the flexible rule alone
     answers[lines[1]["question"]] = " 15 - 7 = 9\n#### 9"
     prompts_seen = []
 
-    class Answering(LM):
-        def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-            prompts_seen.extend(request.args[0] for request in requests)
-            return [answers[_asked(request.args[0])] for request in requests]
-
-        loglikelihood = loglikelihood_rolling = None
+    def ask(prompts: list[str], options: dict[str, Any]) -> list[str]:
+        assert options["temperature"] == 0.0 and "Question:" in options["until"]
+        prompts_seen.extend(prompts)
+        return [answers[_asked(prompt)] for prompt in prompts]
 
     file = Path("ten [1]*.jsonl").resolve()  # a name, and no pattern
     file.write_text(TEN.read_text())
     files = {"test": str(file), "train": str(file)}
-    results = eval_gsm8k.evaluate(Answering(), {}, files, 9, cache=None)
+    results = eval_gsm8k.evaluate(ask, files, 9)
     questions = eval_gsm8k._questions(results["samples"]["gsm8k"])
     assert len(prompts_seen) == len(questions) == 9
     assert [q["right"]["flexible"] for q in questions] == [True, False, *[True] * 7]
@@ -172,12 +170,13 @@ def test_right_answers_are_scored_right(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_server_that_stops_half_way(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness tries a request three times; what was answered is not asked again."""
+    """What was answered is not asked again."""
+    monkeypatch.setattr(endpoint, "RETRY_SECONDS", (0.0,))
     monkeypatch.setattr(server, "_complete", drawn_answer)
     server.answers_left = 4
     code, out, err = ask_gsm8k(server, "--output", "new/run.json", "--concurrency", "2")
     assert (code, out) == (2, "")
-    kept = Path("new/run.json.answers_rank0.db")
+    kept = Path("new/run.json.answers")
     assert f"the answers are kept in {kept}" in err.splitlines()[-1] and kept.exists()
     assert not Path("new/run.json").exists()
     first = {body["prompt"] for body in server.requests[:4]}

@@ -250,3 +250,13 @@ def test_an_installed_engine_without_its_program(
     monkeypatch.setenv("PATH", "/nowhere")
     code, _, err = run("serve", "--engine", "vllm", model(tmp_path, KIMI))
     assert (code, err) == (1, "kda-dsv4: vllm is installed, but its program is not on the path\n")
+
+
+def test_keys_are_passed_on_and_not_printed(
+    engines: Callable[..., None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["--api-key", "k1", "k2", "--hf-token=k3", "--enable-log", "--proxy", "http://u:k4@h"]
+    code, out, _ = run("serve", model(tmp_path, KIMI), "--engine", "vllm", "--dry-run", *keys)
+    line = out.splitlines()[-1]
+    assert code == 0 and not any(f"k{n}" in line for n in range(1, 5))
+    assert line.endswith("--api-key *** --hf-token=*** --enable-log --proxy http://***@h")

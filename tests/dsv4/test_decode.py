@@ -13,6 +13,7 @@ from backend_core.operator import forced
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from dsv4_backend import compress_decode_, warm_up
+from dsv4_backend.decode import one_launch
 from dsv4_backend.launch_cache import LaunchCache
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.spec import CompressorLayer
@@ -30,6 +31,7 @@ from tests.dsv4.cases import (
     make_spec,
     settle,
 )
+from tests.out_of_memory import failing
 
 TABLE = load_table(TABLES, TARGET).rows
 # For ratio r: in the middle of a window, first window, a later window, one before its end.
@@ -232,6 +234,36 @@ def test_split_channels_write_the_same_bytes(splits: int, layout: str) -> None:
             assert torch.equal(cache, want)
         torch.testing.assert_close(engine.state, state, rtol=0, atol=0, equal_nan=True)
     check(layer, engine, histories, entries, before)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_split_channels_after_memory_ran_out(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, engine, _, entries, kv_score = prepare(make_spec("fp8_ds_mla", 128), "ring", seed=17)
+    row = next(row for row in TABLE if row.operator == "main_c128_decode")
+    chosen = forced(TABLES, TARGET, None, replace(row, params=replace(row.params, splits=8)))
+    plan, call = engine.decode_plan(entries), engine.call(layer, kv_score)
+    run = bound_call(call, plan, TARGET, chosen, LaunchCache()).run(len(entries))
+    with failing(monkeypatch, number), pytest.raises(torch.OutOfMemoryError):
+        run(call, plan)
+    run(call, plan)
+    assert len(call.memory[run]) == 1
+
+
+def test_split_channels_memory_of_a_capture_is_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its zeros are written in replays, and lie nowhere before the first."""
+    layer, engine, _, entries, kv_score = prepare(make_spec("fp8_ds_mla", 128), "ring", seed=18)
+    row = next(row for row in TABLE if row.operator == "main_c128_decode")
+    chosen = forced(TABLES, TARGET, None, replace(row, params=replace(row.params, splits=8)))
+    plan, call = engine.decode_plan(entries), engine.call(layer, kv_score)
+    run = bound_call(call, plan, TARGET, chosen, LaunchCache()).run(len(entries))
+    seen = []
+    monkeypatch.setattr(run, "_launch", lambda grid, **call: seen.append(call["arrived_ptr"]))
+    for capturing in (True, True, False, False, True):
+        monkeypatch.setattr(one_launch, "is_capturing", lambda device, now=capturing: now)
+        run(call, plan)
+    first, second, eager, again, later = seen
+    assert first is not second and eager is again and later is eager
+    assert eager is not first and eager is not second
 
 
 def test_split_channels_outlive_other_layers() -> None:

@@ -68,7 +68,7 @@ def test_a_prefix_has_the_same_bits_alone(kernels: Backend, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("regime", "splits"),
-    list(zip(REGIMES, [(1, 99), (65,), (0, 37), (1, 50), (63, 100), (37,)], strict=True)),
+    list(zip(REGIMES, [(1, 99), (65,), (0, 37), (1, 50), (63, 100), (37,), (66,)], strict=True)),
 )
 def test_one_shot_equals_two_calls_at_any_split(
     backend: Backend, seed: int, regime: str, splits: tuple[int, ...]

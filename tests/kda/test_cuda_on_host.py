@@ -71,6 +71,12 @@ def test_collinear_keys(run: Run, seed: int) -> None:
     run(seed, (130,), regime="collinear")
 
 
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+def test_a_rate_beyond_fp32(run: Run, seed: int, gate: str) -> None:
+    """Where the other factor of the gate is 0, or so small that their product is a number."""
+    run(seed, (70, 3), regime="steep", gate=gate)
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["scan", "scan_split"])
 def test_segments(run: Run, seed: int, split: bool) -> None:
     """Sequences of four segments (the last one short), of none (empty), of one and of two."""

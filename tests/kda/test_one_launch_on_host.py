@@ -72,10 +72,20 @@ def test_given_decays_without_norm(monkeypatch: pytest.MonkeyPatch, seed: int) -
     assert_result(case, *run_case(case))
 
 
-@pytest.mark.parametrize("regime", ["collinear", "extreme"])
-def test_hard_gates_and_keys(monkeypatch: pytest.MonkeyPatch, seed: int, regime: str) -> None:
+@pytest.mark.parametrize(
+    ("regime", "gate"),
+    [
+        ("collinear", "softplus"),
+        ("extreme", "softplus"),
+        ("steep", "softplus"),
+        ("steep", "bounded"),
+    ],
+)
+def test_hard_gates_and_keys(
+    monkeypatch: pytest.MonkeyPatch, seed: int, regime: str, gate: str
+) -> None:
     use_one_launch(monkeypatch, seed)
-    case = case_of(seed, (100,), regime=regime)
+    case = case_of(seed, (100,), regime=regime, gate=gate)
     assert_result(case, *run_case(case))
 
 

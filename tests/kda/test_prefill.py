@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from backend_core.tables.schema import KernelPath
+from backend_core.testing.numerics import relative_error
 from kda_backend.testing.cases import TOKEN_FIELDS, Case
 from kda_backend.testing.regimes import REGIMES
 from tests.kda.cases import (
@@ -69,6 +70,43 @@ def test_gate_parameters_in_the_shapes_and_dtypes_of_engines(backend: Backend, s
 def test_every_kind_of_beta(backend: Backend, seed: int, beta: str) -> None:
     case = backend.case(seed, (70, 20), beta=beta)
     assert_result(case, *backend.chunk(case))
+
+
+def test_step_sizes_near_two_of_one_key_beside_flas_roundings(kernels: Backend, seed: int) -> None:
+    """Each token reflects the state, and no rounding is damped."""
+    case = kernels.case(seed, (520,), gate="bounded", beta="twice_sigmoid", dtype=torch.bfloat16)
+    case.k[:] = case.k[:, :1]
+    case.g[:], case.beta[:] = -12.0, 8.0
+    for zeros in (case.a_log, case.dt_bias, case.state):
+        assert zeros is not None
+        zeros.zero_()
+    case.v[:] = case.v[:, :8].repeat(1, 65, 1, 1)
+    _, want = case.expected()
+    _, state = kernels.chunk(case)
+    ours, flas = (relative_error(x.cpu(), want) for x in (state, of_flas_roundings(case)))
+    assert ours < min(0.1 * flas, 0.1), (ours, flas)
+
+
+def of_flas_roundings(case: Case) -> torch.Tensor:
+    """The final state of one sequence from zeros by FLA's chunked algorithm: float64, but for what
+    FLA 0.6 keeps or multiplies in bf16 (the inverse, w, u, decayed keys, v_new and the state)."""
+
+    def bf16(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16).double()
+
+    _, k, v, log_decay, beta = (x.transpose(0, 1) for x in case.activated())
+    k, v, beta = bf16(k.expand(v.shape[0], -1, -1)), v, beta[..., None]
+    state = torch.zeros(v.shape[0], v.shape[2], k.shape[2], dtype=torch.float64)
+    for tokens in torch.arange(k.shape[1]).split(64):
+        kc, vc, b = k[:, tokens], v[:, tokens], beta[:, tokens]
+        g = log_decay[:, tokens].cumsum(1)
+        decays = (g[:, :, None] - g[:, None]).clamp(max=0.0).exp()
+        scores = (kc[:, :, None] * kc[:, None] * decays).sum(-1).tril(-1) * b
+        inverse = bf16(torch.linalg.inv(torch.eye(len(tokens)).double() + scores))
+        w, u = bf16(inverse @ bf16(kc * b * g.exp())), bf16(inverse @ bf16(vc * b))
+        v_new = bf16(u - w @ bf16(state).mT)
+        state = state * g[:, -1:].exp() + v_new.mT @ bf16(kc * (g[:, -1:] - g).exp())
+    return state[None]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -125,6 +125,12 @@ def test_rows_of_the_table_on_the_host(
     check_step(monkeypatch, seed, row, call)
 
 
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+def test_a_rate_beyond_fp32(monkeypatch: pytest.MonkeyPatch, seed: int, gate: str) -> None:
+    row = ROWS[min(ROWS)]
+    check_step(monkeypatch, seed, row, {"regime": ("steep", "random"), "gate": gate})
+
+
 PLANTED = {
     "a cluster arrival lost": (
         "    if (NEEDS_CLUSTER_SYNC) cluster_arrive_relaxed();",

@@ -205,6 +205,53 @@ def test_what_a_capture_has_seen_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert scratch.nbytes == bytes_seen + sum(tensor.nbytes for tensor in memory)
 
 
+def test_a_capture_waits_for_nothing_and_keeps_its_plans_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan that is made in a capture is written by that graph's replays alone."""
+    capturing = [True]
+    monkeypatch.setattr(step_plan_module, "is_capturing", lambda device: capturing[0])
+    equal_length_plan.cache_clear()
+    q = torch.zeros(3, 73, HEADS, DIM)
+
+    def waits(*_: object) -> None:
+        raise AssertionError("a copy from the host, in a capture")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", waits)
+        first, second = plan_of_rows(q, False), plan_of_rows(q, False)
+    assert first is not second and first.cu_seqlens_cpu == (0, 73, 146, 219)
+    assert first.cu_seqlens.tolist() == [0, 73, 146, 219]
+    capturing[0] = False
+    kept = plan_of_rows(q, False)
+    assert kept is not first and kept is not second and plan_of_rows(q, False) is kept
+    capturing[0] = True
+    assert plan_of_rows(q, False) is kept  # what was there before the capture
+
+
+def test_flags_that_a_capture_has_made_are_zeros_there_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their fill is a kernel of the graph: until it replays, anything lies there."""
+    capturing = [True]
+    monkeypatch.setattr(scratch_module, "is_capturing", lambda device: capturing[0])
+    scratch = Scratch(CPU)
+    sizes = (2, 256, 32)
+    for _ in range(2):  # a layer, and the next one of the graph, or a layer of another graph
+        scratch.addresses(*sizes)
+        scratch.segment_addresses(4, (128,), 24)
+        assert not scratch.flags().any() and not scratch._segment_flags.any()
+        of_graph, segments = scratch.flags(), scratch._segment_flags
+        of_graph.fill_(7), segments.fill_(7)
+    capturing[0] = False
+    addresses = scratch.addresses(*sizes)
+    scratch.segment_addresses(4, (128,), 24)
+    assert scratch.flags() is not of_graph and scratch._segment_flags is not segments
+    assert not scratch.flags().any() and not scratch._segment_flags.any()
+    scratch.flags().fill_(5)
+    assert scratch.addresses(*sizes) == addresses and scratch.flags().eq(5).all()
+
+
 @pytest.mark.parametrize("make", [prefill, recurrent, step, verification])
 def test_a_call_on_another_device_than_the_current_one_runs_there(
     make: Callable[[int], Callable[[], Results]], seed: int, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ from mla_backend.testing.cases import (
     make_case,
     run_case,
 )
+from tests.out_of_memory import failing
 
 
 def run(case: MlaCase, path: str, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,3 +205,57 @@ def test_a_cascade_takes_no_default_device(device: torch.device, seed: int) -> N
     finally:
         torch.set_default_device(None)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_scratch_that_cannot_grow_keeps_nothing(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = SplitScratch(torch.device("cpu"))
+    scratch.reserve(2, 4, 8)
+    with failing(monkeypatch, number), pytest.raises(torch.OutOfMemoryError):
+        scratch.reserve(20, 4, 8)
+    out, lse = scratch.reserve(20, 4, 8)
+    assert out.shape == (20, 4, 8) and lse.shape == (20, 4)
+    assert scratch.nbytes == 4 * (20 + 2) * 4 * (8 + 1)  # the memory and what it has outgrown
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_a_plan_that_runs_out_of_memory_is_none(
+    is_graph: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the cascade: neither the plan before nor half of the new one runs."""
+    where, i32 = torch.device("cpu"), torch.tensor
+    buffers = {
+        "use_cuda_graph": True,
+        "qo_indptr_buf_arr": [torch.zeros(2, dtype=torch.int32)],
+        "paged_kv_indptr_buf_arr": [torch.zeros(2, dtype=torch.int32)],
+        "paged_kv_indices_buf_arr": [torch.zeros(8, dtype=torch.int32)],
+        "paged_kv_last_page_len_buf_arr": [torch.zeros(1, dtype=torch.int32)],
+    }
+    wrapper = MultiLevelCascadeAttentionWrapper(
+        1, torch.empty(1, device=where), **(buffers if is_graph else {})
+    )
+    q, cache = torch.randn(4, 2, 64), torch.randn(4, 2, 4, 2, 64)
+
+    def plan(tokens: int, last: int) -> None:
+        arrays = ([0, tokens], [0, 1], [1], [last])
+        wrapper.plan(
+            *([i32(x, dtype=torch.int32)] for x in arrays), 2, 2, 64, 4, q_data_type=torch.float32
+        )
+
+    plan(4, 4)
+    plan(3, 1)
+    want = wrapper.run(q, cache)
+    plan(4, 4)
+    with failing(monkeypatch, number) as asked:
+        try:
+            plan(3, 1)
+        except torch.OutOfMemoryError:
+            assert len(asked) == number + 1
+    if len(asked) == number + 1:
+        with pytest.raises(ValueError, match="plan must be called before run"):
+            wrapper.run(q, cache)
+    plan(3, 1)
+    assert torch.equal(wrapper.run(q, cache), want)

@@ -148,11 +148,19 @@ struct Inputs {
         }
     }
     __device__ __forceinline__ float decay(const Params& p) const {
-        const float rate = ex2(to_float<DT_A>(a_log) * LOG2E), x = to_float<DT_G>(g);
+        const float a = to_float<DT_A>(a_log), x = to_float<DT_G>(g);
         const float raw = x + to_float<DT_DT>(dt_bias);
         float log2_decay = x * LOG2E;
-        if (GATE == GATE_SOFTPLUS) log2_decay = -rate * softplus_log2(raw);
-        if (GATE == GATE_BOUNDED) log2_decay = p.lower_bound * LOG2E * sigmoid(rate * raw);
+        if (GATE == GATE_SOFTPLUS) {
+            // With A_log above 60 the decay is 0 unless softplus(x) = e^x < e^-20, where
+            // exp(A_log) softplus(x) = exp(60) softplus(x + A_log - 60); its factors may overflow.
+            const float shift = fmaxf(a - 60.0f, 0.0f);
+            log2_decay = -ex2(fminf(a, 60.0f) * LOG2E) * softplus_log2(raw + shift);
+        }
+        if (GATE == GATE_BOUNDED) {  // with a finite rate, since 0 times it is 0
+            const float rate = ex2(fminf(a, 88.0f) * LOG2E);
+            log2_decay = p.lower_bound * LOG2E * sigmoid(rate * raw);
+        }
         return ex2(log2_decay);
     }
     __device__ __forceinline__ void shift_windows(const Params& p, const Place& at,

@@ -14,9 +14,20 @@ static constexpr float LOG_SCALE = 256.0f;
 // centred by 2^SHIFT, times a key or a query, are numbers of fp32.
 static constexpr float SHIFT = 60.0f, UNSHIFT = 0x1p-60f;
 
+// exp(A_log) and softplus(x) may leave fp32 on either side where their product does not. With A_log
+// above 60 the decay is 0 unless softplus(x) = e^x < e^-20, and there
+// exp(A_log) softplus(x) = exp(60) softplus(x + A_log - 60). A bounded gate's rate must be finite,
+// since 0 times it is 0.
+static constexpr float LARGEST_A_LOG = GATE == GATE_BOUNDED ? 80.0f : 60.0f;
+
 // What log_decay takes of a head's A_log: exp(A_log) LOG_SCALE.
 __device__ __forceinline__ float decay_rate(float a_log) {
-    return ex2(a_log * LOG2E) * LOG_SCALE;
+    return ex2(fminf(a_log, LARGEST_A_LOG) * LOG2E) * LOG_SCALE;
+}
+// Adds what decay_rate leaves of A_log to dt_bias, once it lies in shared memory: each thread to
+// the channel that it has copied.
+__device__ __forceinline__ void shift_bias(float* bias, float a_log) {
+    if (GATE == GATE_SOFTPLUS) bias[threadIdx.x] += fmaxf(a_log - LARGEST_A_LOG, 0.0f);
 }
 
 // log2 of the decay, times LOG_SCALE. ``bias`` is dt_bias log2(e).

@@ -69,6 +69,7 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int turn, 
     convolve_chunk(p, s, source, length);
     const Norms norms = compute_norms(s, at);
     cp_async_wait<0>();
+    shift_bias(s.bias, source.a_log);
     __syncthreads();
 
     const SumMatrices matrix(at);

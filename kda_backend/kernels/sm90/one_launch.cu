@@ -311,6 +311,7 @@ __device__ __forceinline__ void run_task(const Params& p, Shared& s, Task& task,
         const bool is_last = c + 1 == task.chunks;
         load_beta(p, s, source_of(p, task, c), task.head, task.rows(c));
         cp_async_wait<0>();
+        shift_bias(s.bias, a_log);
         __syncthreads();
         if (is_leader && is_last) find_sequence(p, s, next);
         make_tile(p, s, task.rows(c), rate);

@@ -207,14 +207,15 @@ class MultiLevelCascadeAttentionWrapper:
             for buffers, given in zip(self._buffers, levels, strict=True):
                 buffers.check(given)
         tokens = max(_ROWS // _block_group(num_qo_heads // num_kv_heads), 1)
-        self._settings, self._rows = settings, levels[0].rows
         last = self._num_levels - 1
+        self._levels = []  # what fails on the way leaves no plan
         self._levels = [
             self._buffers[i].write(given, tokens, causal and i == last)
             if self._buffers
             else planned(given, self.device, tokens, causal and i == last)
             for i, given in enumerate(levels)
         ]
+        self._settings, self._rows = settings, levels[0].rows
 
     begin_forward = plan
 
@@ -236,7 +237,7 @@ class MultiLevelCascadeAttentionWrapper:
         if is_elsewhere(q):
             return run_there(q, MultiLevelCascadeAttentionWrapper.run, locals())
         settings = self._settings
-        if settings is None:
+        if settings is None or not self._levels:
             raise ValueError("plan must be called before run")
         expect_shape("q", q, ("tokens", settings.num_qo_heads, settings.head_dim))
         expect_dtype("q", q, settings.dtype)

@@ -129,19 +129,21 @@ class LevelBuffers:
     def write(self, given: Given, block_tokens: int, causal: bool) -> Level:
         """A plan that `check` allows, in the same memory as the plans before."""
         if self._level is None:
-            self.rows = given.rows
             # a group has at most one tile that is not full
-            tiles = max(self.groups + self.rows // block_tokens, 1)
+            tiles = max(self.groups + given.rows // block_tokens, 1)
             request, start = self._buffers[0].new_empty(2, tiles).unbind(0)
             self._level = Level(*self._buffers, request, start, causal)
+            self.rows = given.rows
         self._copy(self._level, given, block_tokens)
         return self._level
 
     @torch.inference_mode()  # in which the memory may have been made
     def _copy(self, level: Level, given: Given, block_tokens: int) -> None:
-        for buffer, array in zip(self._buffers, given.arrays, strict=True):
-            buffer[: array.shape[0]].copy_(array)
         request, start = given.tiles(block_tokens)
         spare = level.tile_request.shape[0] - request.shape[0]
-        level.tile_request.copy_(torch.cat([request, request.new_zeros(spare)]))
-        level.tile_start.copy_(torch.cat([start, start.new_full((spare,), self.rows)]))
+        request = torch.cat([request, request.new_zeros(spare)])
+        start = torch.cat([start, start.new_full((spare,), self.rows)])
+        for buffer, array in zip(self._buffers, given.arrays, strict=True):
+            buffer[: array.shape[0]].copy_(array)
+        level.tile_request.copy_(request)
+        level.tile_start.copy_(start)

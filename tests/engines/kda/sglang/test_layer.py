@@ -159,6 +159,23 @@ def test_a_draft_leaves_the_states_as_they_are(served: Any) -> None:
     assert relative_error(draft, committed.double()) < 1e-3
 
 
+def test_a_padded_request_of_a_draft_starts_from_nothing(served: Any) -> None:
+    """Padded rows of captured graphs write slot 0, and a state there may have become NaN."""
+    call, q = extend_call(served)
+    _, states = served.states(0)
+    kernel = served.dispatcher.extend_kernel
+    slots = call["cache_indices"].clone()
+    slots[-1] = -1
+    outs = []
+    for filler in (0.0, float("nan")):
+        states[0] = filler
+        tokens_of_call = [x.clone() for x in q]
+        outs.append(
+            kernel.extend(*tokens_of_call, **{**call, "cache_indices": slots}, is_spec_decode=True)
+        )
+    assert not outs[1].isnan().any() and torch.equal(*outs)
+
+
 def test_what_the_operator_refuses_goes_to_stock(
     served: Any, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,11 @@ import torch
 from vllm.model_executor.custom_op import op_registry_oot
 
 from backend_core.engines.vllm_flag import flag_name
+from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend import selection
-from kda_backend.engines import vllm_profile, vllm_run
+from kda_backend.engines import vllm_profile, vllm_run, vllm_seams
 from kda_backend.engines.vllm import REPLACED, replace_layer
 from kda_backend.engines.vllm_layer import runtime_of
 from kda_backend.family import FAMILY
@@ -300,6 +301,49 @@ def test_replayssm_is_upstreams(
     assert runtime_of(config, layer, -5.0) is None
     line = "--use-replayssm verifies drafts from records that upstream's layers keep"
     assert refused(caplog) == line
+
+
+def test_replayssm_with_drafts_is_named_where_upstream_keeps_no_records(
+    model: Model, drafting: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's low-rank Kimi-Linear would read other requests' slots."""
+    layer = build(model, drafting)
+    drafting.cache_config.use_replayssm = True
+    assert runtime_of(drafting, layer, -5.0) is None
+    is_wrong = model.upstream().__name__ == "KimiGatedDeltaNetAttention"
+    assert ("serve without --use-replayssm" in refused(caplog)) == is_wrong
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match="--use-replayssm"):
+        runtime_of(drafting, layer, -5.0)
+
+
+@pytest.mark.parametrize("what", ["layer", "metadata", "builder"])
+def test_what_upstream_has_changed_is_seen_as_the_layer_is_built(
+    model: Model,
+    config: Any,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    upstream = model.upstream()
+    method = "_forward" if model.packed_conv else "forward"
+    if what == "layer":
+        monkeypatch.setattr(upstream, method, lambda self, hidden_states, turn: None)
+    elif what == "metadata":
+        fields = dict(vllm_seams.GDNAttentionMetadata.__dataclass_fields__)
+        fields["num_drafts"] = fields.pop("num_spec_decodes")
+        monkeypatch.setattr(vllm_seams.GDNAttentionMetadata, "__dataclass_fields__", fields)
+    else:
+        builder = vllm_seams.GDNAttentionMetadataBuilder
+        monkeypatch.setattr(builder, "update_block_table", lambda self, table: None)
+    assert type(build(model, config)) is upstream
+    line = refused(caplog)
+    differ = {"layer": "turn", "metadata": "num_spec_decodes", "builder": "metadata"}[what]
+    assert "must have the arguments that are known here" in line
+    assert differ in line and line.endswith("differ")
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError):
+        build(model, engine_config(flag=True, dtype="float32"))
 
 
 def test_another_plug_ins_class_stays(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

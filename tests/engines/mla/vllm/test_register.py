@@ -24,6 +24,7 @@ from backend_core.engines import entry, vllm_flag
 from backend_core.engines.vllm_flag import Request
 from backend_core.target import KNOWN_TARGETS
 from mla_backend.engines import vllm as adapter
+from mla_backend.engines import vllm_mla
 from mla_backend.engines.vllm_mla import SplitKvMLABackend
 from tests.engines.mla.vllm.harness import RECALL, deepseek, engine_config
 from tests.engines.vllm_process import cuda_platform
@@ -186,6 +187,32 @@ def test_drafts_are_judged_by_their_rows(log_lines: list[str]) -> None:
 )
 def test_refused_by_name(changes: dict[str, Any], reason: str) -> None:
     assert chosen(engine_config(), **changes) == reason
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "differ"),
+    [
+        (FlashAttnMLABackend.get_builder_cls(), "_build_decode", "_build_decode"),
+        (FlashAttnMLABackend.get_impl_cls(), "forward_mqa", "forward_mqa"),
+    ],
+)
+def test_what_vllm_has_changed_stays_vllms(
+    owner: type, method: str, differ: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(self: Any, seq_lens: Any) -> None: ...
+
+    changed.__qualname__ = f"{owner.__name__}.{method}"
+    monkeypatch.setattr(owner, method, changed)
+    reason = chosen(engine_config())
+    assert isinstance(reason, str) and reason.startswith(f"{owner.__name__}.{differ} must have")
+    assert "seq_lens" in reason
+
+
+def test_a_new_field_of_decodes_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = vllm_mla.FlashAttnMLADecodeMetadata.__dataclass_fields__
+    grown = {**fields, "window": fields["max_seq_len"]}
+    monkeypatch.setattr(vllm_mla.FlashAttnMLADecodeMetadata, "__dataclass_fields__", grown)
+    assert str(chosen(engine_config())).endswith("that are known here, window differ")
 
 
 def test_batch_invariance_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -380,6 +380,22 @@ def test_layers_of_another_class_stay_what_they_are(kernel: FlashMla, log_lines:
     ]
 
 
+@pytest.mark.parametrize("name", [flash_mla_calls.DECODE, flash_mla_calls.PREFILL])
+def test_what_flashmla_has_changed_is_seen_as_the_layer_is_built(
+    kernel: FlashMla, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.models.deepseek_v4.nvidia import flashmla
+
+    from mla_backend.engines import vllm_sparse
+
+    layer = object.__new__(flashmla.DeepseekV4FlashMLAAttention)
+    monkeypatch.setattr(flashmla, name, lambda q, indices, turn: None)
+    reason = vllm_sparse.adopt(layer, engine_config(8))
+    assert "must have the arguments that are known here" in str(reason) and "turn" in str(reason)
+    assert type(layer) is flashmla.DeepseekV4FlashMLAAttention
+    assert not hasattr(getattr(flashmla, name), "_kda_dsv4")
+
+
 def test_a_call_with_another_argument_is_refused_with_its_name() -> None:
     call = dict.fromkeys([*flash_mla_calls.READ[flash_mla_calls.DECODE], "window"])
     with pytest.raises(ValueError, match=r"flash_mla_with_kvcache must have .* window differ"):
