@@ -25,6 +25,7 @@ from block_sparse_backend.variants.pooled import Pooled, pool
 from block_sparse_backend.variants.sage import Quantised, SageMode
 
 DEFAULT_MODE = SageMode()
+PACKED_MODE = SageMode(fp8_values=False)
 
 
 def quantised_attention(
@@ -92,8 +93,9 @@ def packed_attention(
 ) -> Tensor:
     """``quantised_attention`` of each sequence of a packed batch, dense or causal.
 
-    In Triton it is one plan, one quantisation and one launch, and nothing is read on the host. In
-    torch it is one call after another.
+    Values stay in 16 bits, as in the original of ``sageattn_varlen``. In Triton it is one plan, one
+    quantisation and one launch, of sizes that follow from T and S alone, and nothing is read on
+    the host. In torch it is one call after another.
 
     Args:
         q: [1, H, T, D]; k, v: [1, Hkv, T, D]: the sequences one after another.
@@ -106,7 +108,7 @@ def packed_attention(
 
     Raises:
         ValueError: an argument is not as described; nothing was written.
-        LookupError: no path of the device's table serves values in e4m3.
+        LookupError: no path of the device's table serves the call.
     """
     if is_elsewhere(q):
         return run_there(q, packed_attention, locals())
@@ -120,30 +122,25 @@ def packed_attention(
     if 0 in most:
         return out
     block_m, block_n = default_blocks(q.device)
+    check_quantised(q, v, block_n)
     plan = intervals.ragged(
         cu_seqlens_q,
         cu_seqlens_k,
         most[0],
         most[1],
         q.shape[1],
+        tokens=(q.shape[2], k.shape[2]),
         is_causal=is_causal,
         block_m=block_m,
         block_n=block_n,
     )
-    # batch entry i of these is sequence i, from where it begins
-    batch = len(plan.sequences)
-    wide_q = q[:, :, : most[0]].expand(batch, -1, -1, -1)
-    wide_k, wide_v = (x[:, :, : most[1]].expand(batch, -1, -1, -1) for x in (k, v))
-    check_quantised(wide_q, wide_v, block_n)
-    blocks = (block_m, block_n)
-    selection = _select(wide_q, wide_k, DEFAULT_MODE, blocks, len(plan.work), path)
+    selection = _select(q, k, PACKED_MODE, (block_m, block_n), len(plan.work), path)
     chosen = selection.row(len(plan.work)).name
     if chosen == "torch":
         _one_by_one(q, k, v, plan, is_causal, scale, out)
         return out
-    inputs = (wide_q, wide_k, wide_v)
-    x = sage.quantise(*inputs, DEFAULT_MODE, scale, block_n, chosen, sequences=plan.sequences)
-    _attend(x, plan, scale, out.expand(batch, -1, -1, -1), selection)
+    x = sage.quantise(q, k, v, PACKED_MODE, scale, block_n, chosen, packed=plan)
+    selection.for_spec(selection.spec.of_plan(plan)).run(len(plan.work))(x, plan, scale, out, None)
     return out
 
 
@@ -164,7 +161,9 @@ def _one_by_one(
             blocks = plan.block_m, plan.block_n
             one = make(m, n, q.shape[1], block_m=blocks[0], block_n=blocks[1], device=q.device)
             own = q[:, :, at], k[:, :, keys], v[:, :, keys]
-            out[:, :, at] = quantised_attention(*own, one, scale=scale, path="torch")[0]
+            out[:, :, at] = quantised_attention(
+                *own, one, scale=scale, mode=PACKED_MODE, path="torch"
+            )[0]
 
 
 def predicted_attention(

@@ -22,6 +22,7 @@ def pool_kernel(
     sums_ptr,
     likeness_ptr,
     length,
+    blocks,
     stride_x_b,
     stride_x_h,
     stride_x_n,
@@ -36,9 +37,9 @@ def pool_kernel(
 
     sums float32 [B, H, blocks, D], of x - mean (of x without HAS_MEAN); likeness [B, H, blocks]. A
     program of one warp walks a block STEP tokens at a time, without a barrier.
-    Grid: (blocks, B * H).
+    Grid: (blocks * B * H,).
     """
-    i_n, i_bh = tl.program_id(0), tl.program_id(1)
+    i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     o_d = tl.arange(0, D)
     at = (i_bh // HEADS).to(tl.int64) * stride_x_b + (i_bh % HEADS).to(tl.int64) * stride_x_h
     total, centre = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
@@ -53,7 +54,7 @@ def pool_kernel(
             b_x = tl.where(m_n, b_x - mean, 0.0)
         total, centre = add_to_pool(total, centre, b_x, HAS_LIKENESS)
     count = tl.minimum(length - i_n * BLOCK, BLOCK).to(tl.float32)
-    block = i_bh.to(tl.int64) * tl.num_programs(0) + i_n
+    block = i_bh.to(tl.int64) * blocks + i_n
     store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS)
 
 
@@ -85,9 +86,11 @@ def score_kernel(
     Without IS_CENTRED the mean of the block in the middle is taken out of all keys, which changes
     all scores of a row alike. Factors, the queries' with the scale in them, have 22 bits in three
     products of fp16; with one of 65,504 or more there is no score.
-    Grid: (tiles over ROWS, blocks over COLS, B * H); what no query of a tile sees is not written.
+    Grid: (tiles over ROWS * blocks over COLS * B * H,); what no query of a tile sees is not
+    written.
     """
-    i_r, i_c, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_r, i_c = tl.program_id(0) % tl.cdiv(tiles, ROWS), tl.program_id(0) // tl.cdiv(tiles, ROWS)
+    i_c, i_bh = i_c % tl.cdiv(blocks, COLS), i_c // tl.cdiv(blocks, COLS)
     if IS_CAUSAL and i_c * COLS * BLOCK_N >= (i_r + 1) * ROWS * BLOCK_M + q_position:
         return
     kv_row = (i_bh // HEADS) * (HEADS // GROUP) + (i_bh % HEADS) // GROUP
@@ -192,9 +195,9 @@ def select_blocks_kernel(
     that do not resemble themselves or have no score (NaN), and what the causal mask cuts. Without
     HAS_LIKENESS all resemble themselves. PER_HEAD: ``min_likeness`` and ``amount`` are those of
     ``of_heads`` [2, H].
-    Grid: (tiles, B * H).
+    Grid: (tiles * B * H,).
     """
-    i_m, i_bh = tl.program_id(0), tl.program_id(1)
+    i_m, i_bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     row = i_bh.to(tl.int64) * tiles + i_m
     if PER_HEAD:
         min_likeness = tl.load(of_heads_ptr + i_bh % HEADS)
@@ -252,9 +255,9 @@ def order_rows_kernel(
     """work [B * H * tiles, 4] of a plan with a row for each tile, as ``block_plan.work_list`` makes
     it: head after head, the longest rows first and of equals the first; and sequences [B, 6].
 
-    A row's place is the number of rows before it. Grid: (tiles over BLOCK, B * H).
+    A row's place is the number of rows before it. Grid: (tiles over BLOCK * B * H,).
     """
-    i_c, i_bh = tl.program_id(0), tl.program_id(1)
+    i_c, i_bh = tl.program_id(0) % tl.cdiv(tiles, BLOCK), tl.program_id(0) // tl.cdiv(tiles, BLOCK)
     base = i_bh.to(tl.int64) * tiles
     o_m = i_c * BLOCK + tl.arange(0, BLOCK)
     m_m = o_m < tiles

@@ -54,6 +54,7 @@ def ragged(
     max_kv_len: int,
     num_heads: int,
     *,
+    tokens: tuple[int, int] | None = None,
     is_causal: bool = True,
     block_m: int = 128,
     block_n: int = 128,
@@ -63,6 +64,8 @@ def ragged(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 [S + 1], where sequences begin and end.
         max_q_len, max_kv_len: capacities; what of a sequence is beyond them is left out.
+        tokens: the most queries and keys of all sequences together, by which the plan is sized;
+            default as many as if each sequence had the most.
     """
     _expect_offsets("cu_seqlens_q", cu_seqlens_q)
     _expect_offsets("cu_seqlens_k", cu_seqlens_k)
@@ -77,9 +80,75 @@ def ragged(
     batch = torch.zeros_like(q_len)
     columns = [batch, cu_seqlens_q[:-1], q_len, cu_seqlens_k[:-1], kv_len, kv_len - q_len]
     sequences = torch.stack(columns, 1).int()
-    lengths = (max_q_len, max_kv_len)
-    plan = _interval_plan(sequences, *lengths, num_heads, block_m, block_n, is_causal)
-    return replace(plan, is_packed=True)
+    totals = (None, None) if tokens is None else tokens
+    tile_of, tile, _ = _numbered(q_len, max_q_len, totals[0], block_m)
+    block_of, block, first_blocks = _numbered(kv_len, max_kv_len, totals[1], block_n)
+    m, n, position = (sequences[:, i].long()[tile_of.clamp(min=0)] for i in (2, 4, 5))
+    rows = _rows(tile, m, n, position, block_m, block_n, is_causal)
+    # head after head, the longest rows first, tiles without queries last
+    amount = rows[:, 2].masked_fill(tile_of < 0, -1)
+    order = torch.sort(amount, descending=True, stable=True).indices
+    of_tile = torch.stack([tile_of, tile, torch.arange(len(tile), device=tile.device)], 1)[order]
+    work = of_tile[:, [0, 0, 1, 2]].int().expand(num_heads, -1, -1).clone()
+    work[:, :, 1] = torch.arange(num_heads, dtype=torch.int32, device=work.device)[:, None]
+    begin = block * block_n
+    spans = [sequences[:, 3].long()[block_of.clamp(min=0)] + begin]
+    spans.append((kv_len[block_of.clamp(min=0)] - begin).clamp(max=block_n))
+    key_blocks = torch.stack([*spans, block_of], 1).int()
+    key_blocks = key_blocks.masked_fill(block_of[:, None] < 0, 0)
+    return BlockPlan(
+        rows,
+        torch.arange(max(-(-max_kv_len // block_n), 1), dtype=torch.int32, device=rows.device),
+        work.view(-1, 4),
+        sequences,
+        num_heads,
+        block_m,
+        block_n,
+        mask=masks.causal if is_causal else masks.everything,
+        is_packed=True,
+        key_blocks=key_blocks,
+        first_blocks=first_blocks,
+    )
+
+
+def _numbered(
+    lengths: Tensor, longest: int, total: int | None, block: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The blocks of all sequences, one after another: of each its sequence, -1 of those beyond the
+    last, and its number in the sequence, int64; and int32 [S + 1], where each sequence begins."""
+    count = len(lengths)
+    room = count * -(-longest // block)
+    if total is not None:
+        room = min(room, total // block + count)
+    ends = ((lengths + block - 1) // block).cumsum(0)
+    begins = torch.nn.functional.pad(ends, (1, 0))
+    number = torch.arange(room, device=lengths.device)
+    of = torch.searchsorted(ends, number, right=True)
+    inside = of < count
+    place = number - begins[of]
+    return torch.where(inside, of, -1), torch.where(inside, place, 0), begins.int()
+
+
+def _rows(
+    tile: Tensor,
+    q_len: Tensor,
+    kv_len: Tensor,
+    position: Tensor,
+    block_m: int,
+    block_n: int,
+    is_causal: bool,
+) -> Tensor:
+    """``BlockPlan.rows`` of tiles with so many queries and keys in their sequence, the first query
+    of which is at ``position``; all of a shape that broadcasts."""
+    first = tile * block_m + position
+    last = torch.minimum((tile + 1) * block_m, q_len) - 1 + position
+    full, end = kv_len // block_n, -(-kv_len // block_n)
+    if is_causal:
+        full = torch.minimum((first + 1).clamp(min=0) // block_n, full)
+        end = torch.minimum(-(-(last + 1).clamp(min=0) // block_n), end)
+    full, end = (torch.broadcast_to(x, first.shape) for x in (torch.minimum(full, end), end))
+    zero = torch.zeros_like(full)
+    return torch.stack([zero, full, end, zero], -1).view(-1, 4).int()
 
 
 def _interval_plan(
@@ -95,19 +164,10 @@ def _interval_plan(
     tiles, blocks = -(-max_q_len // block_m), -(-max_kv_len // block_n)
     q_len, kv_len, position = (sequences[:, i, None].long() for i in (2, 4, 5))
     tile = torch.arange(tiles, device=device)
-    first = tile * block_m + position  # [S, tiles], position of a tile's first query
-    last = torch.minimum((tile + 1) * block_m, q_len) - 1 + position
-    full = kv_len // block_n
-    end = -(-kv_len // block_n)
-    if is_causal:
-        full = torch.minimum((first + 1).clamp(min=0) // block_n, full)
-        end = torch.minimum(-(-(last + 1).clamp(min=0) // block_n), end)
-    full, end = (torch.broadcast_to(x, first.shape) for x in (torch.minimum(full, end), end))
+    rows = _rows(tile, q_len, kv_len, position, block_m, block_n, is_causal)
     live = tile * block_m < q_len
     row_of = torch.arange(len(sequences) * tiles, device=device).view(len(sequences), 1, tiles)
     row_of = row_of.expand(-1, num_heads, -1)
-    zero = torch.zeros_like(full)
-    rows = torch.stack([zero, full, end, zero], -1).view(-1, 4).int()
     cols = torch.arange(max(blocks, 1), dtype=torch.int32, device=device)
     mask = masks.causal if is_causal else masks.everything
     work = work_list(rows, row_of, live[:, None])

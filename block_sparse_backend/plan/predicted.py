@@ -15,7 +15,6 @@ from torch import Tensor
 from backend_core.autocast import without_autocast
 from backend_core.contracts import expect_device, expect_kernel_device
 from backend_core.launch.streams import is_elsewhere, run_there
-from block_sparse_backend.contract import MAX_ROWS
 from block_sparse_backend.kernels import predict as kernels
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import (
@@ -80,6 +79,11 @@ def predict(
     choice.check_heads(q.shape[1])
     check_size(q, k, block_m, block_n)
     chosen = path_of(q, path)
+    d = q.shape[3]
+    scale = d**-0.5 if scale is None else scale
+    if chosen == "triton" and (d < 16 or d & (d - 1)):
+        pad = (0, max(16, triton.next_power_of_2(d)) - d)  # zeros add nothing to a product
+        q, k = (torch.nn.functional.pad(x, pad) for x in (q, k))
     pooled = pool(q, k, (block_m, block_n), choice.has_likeness, chosen)
     return from_pooled(pooled, choice, scale, chosen)
 
@@ -102,15 +106,12 @@ def check_size(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
     """Columns of a predicted plan are numbered in int32.
 
     Raises:
-        ValueError: there would be 2^31 or more, there is no token, or there are more heads than
-            a grid takes.
+        ValueError: there would be 2^31 or more, or there is no token.
     """
     for name, x in (("q", q), ("k", k)):
         if not x.numel():
             raise ValueError(f"{name} must have at least one token, got shape {list(x.shape)}")
     b, h, m, _ = q.shape
-    if b * h > MAX_ROWS:
-        raise ValueError(f"q must have at most {MAX_ROWS} heads over its whole batch, got {b * h}")
     total = b * h * -(-m // block_m) * -(-k.shape[2] // block_n)
     if total >= 1 << 31:
         raise ValueError(
@@ -122,13 +123,13 @@ def check_size(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
 def from_pooled(
     x: Pooled,
     choice: Choice,
-    scale: float | None = None,
-    path: str | None = None,
+    scale: float,
+    path: str,
 ) -> BlockPlan:
     """The plan for pooled queries and keys, without a read of the device; see ``predict``."""
-    h, d, n = x.q_sums.shape[1], x.q_sums.shape[3], x.lengths[1]
-    scale_log2 = (d**-0.5 if scale is None else scale) * LOG2_E
-    if path_of(x.q_sums, path) == "torch":
+    h, n = x.q_sums.shape[1], x.lengths[1]
+    scale_log2 = scale * LOG2_E
+    if path == "torch":
         rows, cols, work, sequences = _with_torch(x, choice, scale_log2)
     else:
         rows, cols, work, sequences = _with_kernels(x, choice, scale_log2)
@@ -166,7 +167,7 @@ def scores(x: Pooled, is_causal: bool, scale_log2: float) -> Tensor:
         "IS_CENTRED": x.is_centred,
     }
     prepared(kernels.score_kernel, SCORE_WARPS, **constexprs).launch(
-        (-(-tiles // SCORE_ROWS), -(-blocks // SCORE_COLS), b * h),
+        (-(-tiles // SCORE_ROWS) * -(-blocks // SCORE_COLS) * b * h, 1, 1),
         q_sums_ptr=x.q_sums,
         k_sums_ptr=x.k_sums,
         scores_ptr=found,
@@ -207,7 +208,7 @@ def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor,
     }
     warps = max(1, width // 1024)  # within one warp a reduction has no barrier
     prepared(kernels.select_blocks_kernel, warps, **constexprs).launch(
-        (tiles, b * h, 1),
+        (tiles * b * h, 1, 1),
         scores_ptr=found,
         q_likeness_ptr=x.q_likeness if has_likeness else found,
         k_likeness_ptr=x.k_likeness if has_likeness else found,
@@ -223,7 +224,7 @@ def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor,
         amount=goal,
     )
     prepared(kernels.order_rows_kernel, 4, HEADS=h, BLOCK=ORDER_ROWS).launch(
-        (-(-tiles // ORDER_ROWS), b * h, 1),
+        (-(-tiles // ORDER_ROWS) * b * h, 1, 1),
         rows_ptr=rows,
         work_ptr=work,
         sequences_ptr=sequences,
