@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ from backend_core.contracts import expect_device
 from backend_core.launch.streams import is_capturing
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.block_sparse import default_blocks as exact_blocks
-from block_sparse_backend.plan import intervals
+from block_sparse_backend.plan import kept
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice
 from block_sparse_backend.plan.predicted import predict
@@ -26,8 +24,6 @@ from block_sparse_backend.sage import default_blocks as quantised_blocks
 from block_sparse_backend.sage import predicted_attention, quantised_attention
 
 Kind = Literal["dense", "predicted", "sliding_tile"]
-Plan = TypeVar("Plan")
-_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class VideoAttention:
             plan = predict(q, k, topk=self.topk, scale=scale, block_m=block_m, block_n=block_n)
         else:
             b, h, m, _ = q.shape
-            plan = _dense_plans.of(q.device, m, k.shape[2], h, b, block_m, block_n)
+            plan = kept.dense.of(q.device, m, k.shape[2], h, b, block_m, block_n)
         return self._attend(q, k, v, plan, scale).transpose(1, 2)
 
     def _tiles(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
@@ -140,48 +136,6 @@ def _of_text(settings: str) -> VideoAttention:
     return VideoAttention(*ast.literal_eval(settings))
 
 
-class Plans(Generic[Plan]):
-    """Plans that are kept for the calls that follow, on any stream: the last 64, and for good those
-    that a CUDA graph has seen.
-
-    Args:
-        make: makes a plan on a device, from values that say which.
-    """
-
-    def __init__(self, make: Callable[..., Plan]) -> None:
-        self._make = make
-        self._kept: dict[tuple[Any, ...], Plan] = {}
-        self._in_graphs: dict[tuple[Any, ...], Plan] = {}
-        self._lock = threading.Lock()
-
-    def of(self, device: torch.device, *key: Any) -> Plan:
-        """The plan for a device and values. One that is first needed in a capture belongs to the
-        graph, whose replay makes it, and is not kept."""
-        at = (device, *key)
-        plan = self._in_graphs.get(at) or self._kept.get(at)
-        if is_capturing(device):
-            if plan is None:
-                return self._make(device, *key)
-            self._in_graphs[at] = plan
-        elif plan is None:
-            plan = self._make(device, *key)
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-            with self._lock:
-                while len(self._kept) >= _KEPT:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[at] = plan
-        return plan
-
-
-def _dense_plan(
-    device: torch.device, m: int, n: int, heads: int, batch: int, block_m: int, block_n: int
-) -> BlockPlan:
-    return intervals.dense(
-        m, n, heads, batch=batch, block_m=block_m, block_n=block_n, device=device
-    )
-
-
 def _tile_plan(
     device: torch.device,
     settings: VideoAttention,
@@ -211,5 +165,4 @@ def _tile_plan(
     return order, plan
 
 
-_dense_plans = Plans(_dense_plan)
-_tile_plans = Plans(_tile_plan)
+_tile_plans = kept.Plans(_tile_plan)

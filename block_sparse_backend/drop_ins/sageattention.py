@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_shape
+from backend_core.contracts import expect_device, expect_shape
 from block_sparse_backend.block_sparse import empty_output
-from block_sparse_backend.plan import intervals
+from block_sparse_backend.plan import kept
 from block_sparse_backend.sage import default_blocks, packed_attention, quantised_attention
 from block_sparse_backend.variants.sage import SageMode
 
@@ -88,17 +88,10 @@ def sageattn(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mode: SageMode
 ) -> tuple[Tensor, Tensor]:
-    block_m, block_n = default_blocks(q.device)
-    make = intervals.causal if is_causal else intervals.dense
-    plan = make(
-        q.shape[2],
-        k.shape[2],
-        q.shape[1],
-        batch=q.shape[0],
-        block_m=block_m,
-        block_n=block_n,
-        device=q.device,
-    )
+    expect_device("k", k, q.device)
+    (b, h, m, _), n = q.shape, k.shape[2]
+    plans = kept.causal if is_causal else kept.dense
+    plan = plans.of(q.device, m, n, h, b, *default_blocks(q.device))
     return quantised_attention(q, k, v, plan, scale=scale, mode=mode)
 
 

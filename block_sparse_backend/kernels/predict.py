@@ -9,6 +9,7 @@ the quantisers, which read the same tokens.
 import triton
 import triton.language as tl
 
+from block_sparse_backend.kernels.plans import store_row
 from block_sparse_backend.kernels.quantise import add_to_pool, store_pool
 
 LEAST = tl.constexpr(-126.0)  # log2 of a weight that is not 0, over the largest of its row
@@ -202,7 +203,6 @@ def select_blocks_kernel(
     if PER_HEAD:
         min_likeness = tl.load(of_heads_ptr + i_bh % HEADS)
         amount = tl.load(of_heads_ptr + HEADS + i_bh % HEADS)
-    # columns 32 by 32, whose running count takes a fifth of the shuffles of one long row's
     o_c = tl.arange(0, WIDTH // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     end, whole_end = blocks, kv_len // BLOCK_N
     if IS_CAUSAL:
@@ -229,16 +229,7 @@ def select_blocks_kernel(
     if IS_CAUSAL:
         keep = keep | (o_c >= cut)
     keep = (keep & exists).to(tl.int32)
-    # blocks that are not whole are the last ones, so ascending columns have FULL before PARTIAL
-    of_row = tl.sum(keep, 1)
-    place = tl.cumsum(keep, 1) + (tl.cumsum(of_row, 0) - of_row)[:, None]
-    n_full, n_kept = tl.sum(tl.where(o_c < whole_end, keep, 0)), tl.sum(keep)
-    begin = row * blocks
-    tl.store(cols_ptr + begin - 1 + place, o_c, mask=keep == 1)
-    tl.store(rows_ptr + 4 * row, begin.to(tl.int32))
-    tl.store(rows_ptr + 4 * row + 1, (begin + n_full).to(tl.int32))
-    tl.store(rows_ptr + 4 * row + 2, (begin + n_kept).to(tl.int32))
-    tl.store(rows_ptr + 4 * row + 3, 0)
+    store_row(keep, o_c, whole_end, row, rows_ptr, cols_ptr, blocks)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch import Tensor
 from backend_core.autocast import without_autocast
 from backend_core.contracts import expect_device, expect_kernel_device
 from backend_core.launch.streams import is_elsewhere, run_there
+from block_sparse_backend.kernels import plans
 from block_sparse_backend.kernels import predict as kernels
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import (
@@ -22,14 +23,14 @@ from block_sparse_backend.plan.block_plan import (
     PARTIAL,
     BlockPlan,
     compact,
+    from_kinds,
     uniform_sequences,
     work_list,
 )
 from block_sparse_backend.plan.choice import Choice, PerHead
-from block_sparse_backend.prepared import prepared
+from block_sparse_backend.prepared import has_kernels, prepared
 from block_sparse_backend.spec import LOG2_E
 from block_sparse_backend.variants import masks
-from block_sparse_backend.variants.column_stats import has_kernels
 from block_sparse_backend.variants.pooled import Pooled, pool
 
 SCORE_ROWS, SCORE_COLS, SCORE_WARPS = 128, 64, 4
@@ -191,7 +192,6 @@ def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor,
     min_likeness, goal = (0.0, 0.0) if of_heads is not None else (choice.min_likeness, choice.goal)
     new = functools.partial(torch.empty, dtype=torch.int32, device=x.q_sums.device)
     rows, cols = new(b * h * tiles, 4), new(b * h * tiles * blocks)
-    work, sequences = new(b * h * tiles, 4), new(b, 6)
     width = max(64, triton.next_power_of_2(blocks))
     has_likeness = choice.has_likeness and x.k_likeness is not None
     constexprs = {
@@ -223,16 +223,63 @@ def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor,
         min_likeness=min_likeness,
         amount=goal,
     )
+    work, sequences = _ordered(rows, (b, h, tiles), (m, n))
+    return rows, cols, work, sequences
+
+
+def _ordered(
+    rows: Tensor, shape: tuple[int, int, int], lengths: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """``work`` and ``sequences`` of a plan with a row for each tile of [B, H, tiles]."""
+    b, h, tiles = shape
+    work, sequences = torch.empty_like(rows), rows.new_empty(b, 6)
     prepared(kernels.order_rows_kernel, 4, HEADS=h, BLOCK=ORDER_ROWS).launch(
         (-(-tiles // ORDER_ROWS) * b * h, 1, 1),
         rows_ptr=rows,
         work_ptr=work,
         sequences_ptr=sequences,
         tiles=tiles,
-        q_len=m,
-        kv_len=n,
+        q_len=lengths[0],
+        kv_len=lengths[1],
     )
-    return rows, cols, work, sequences
+    return work, sequences
+
+
+def from_map(
+    kept: Tensor, lengths: tuple[int, int], sizes: tuple[int, int], keep_first: bool
+) -> BlockPlan:
+    """The plan of a map of blocks: bool or int [B, H, tiles, blocks], kept where it is not 0.
+
+    Args:
+        lengths: queries and keys.
+        sizes: queries in a tile and keys in a block.
+        keep_first: keep the first block in any case.
+    """
+    b, h, tiles, blocks = kept.shape
+    (m, n), (block_m, block_n) = lengths, sizes
+    if has_kernels(kept):
+        kept = kept.contiguous()
+        new = functools.partial(torch.empty, dtype=torch.int32, device=kept.device)
+        rows, cols = new(b * h * tiles, 4), new(b * h * tiles * blocks)
+        width = max(64, triton.next_power_of_2(blocks))
+        flags = {"BLOCK_N": block_n, "WIDTH": width, "HAS_SINK": keep_first}
+        prepared(plans.map_rows_kernel, max(1, width // 1024), **flags).launch(
+            (b * h * tiles, 1, 1),
+            map_ptr=kept.view(torch.uint8) if kept.dtype == torch.bool else kept,
+            rows_ptr=rows,
+            cols_ptr=cols,
+            blocks=blocks,
+            kv_len=n,
+        )
+        work, sequences = _ordered(rows, (b, h, tiles), lengths)
+        has_partial = n % block_n != 0
+        return BlockPlan(rows, cols, work, sequences, h, block_m, block_n, has_partial)
+    kinds = (kept != 0).to(torch.int8) * FULL
+    if keep_first:
+        kinds[..., 0] = FULL
+    if n % block_n:
+        kinds[..., -1] *= PARTIAL
+    return from_kinds(kinds, h, uniform_sequences(b, m, n, kept.device), block_m, block_n)
 
 
 @without_autocast

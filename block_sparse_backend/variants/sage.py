@@ -6,20 +6,23 @@ kernel multiplies, which is how the torch path and the tests see it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from backend_core.autocast import without_autocast
+from backend_core.ready import Ready
 from block_sparse_backend.kernels import quantise as kernels
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.prepared import prepared
 from block_sparse_backend.variants.column_stats import (
     E4M3_MAX,
-    column_mean,
-    value_offset,
-    value_scales,
+    column_mean_of,
+    partial_stats_of,
 )
 from block_sparse_backend.variants.pooled import Pooled
 
@@ -99,111 +102,147 @@ def quantise(
     if path == "torch":
         assert pooled is None and packed is None
         return _with_torch(q, k, v, mode, scale, block_n)
-    assert packed is None or not mode.fp8_values
-    k_mean = column_mean(k, packed)
-    k8, k_scale = _keys(k, k_mean, mode, block_n, pooled, packed)
-    q8, q_scale, shift = _queries(q, k_mean, scale, pooled, packed is None)
-    if not mode.fp8_values:
-        return Quantised(mode, q8, k8, v, q_scale, k_scale, None, None, shift, k_mean, block_n)
-    mean, v_scale, inverse = value_scales(v)
-    v8, sums = _values(v, mean, inverse, block_n)
-    offset = value_offset(sums, mean, v_scale, v.shape[2])
-    return Quantised(mode, q8, k8, v8, q_scale, k_scale, v_scale, offset, shift, k_mean, block_n)
+    block_m, has_likeness = 64, False
+    if pooled is not None:
+        block_m, has_likeness = pooled.block_m, pooled.q_likeness is not None
+    blocks = None if packed is None else packed.key_blocks
+    pool = (pooled is not None, has_likeness)
+    run = _quantiser(q, k, v, mode, block_m, block_n, pool, blocks)
+    return run(q, k, v, scale, pooled, packed)
 
 
-def _keys(
+_Quantise: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, float, Pooled | None, BlockPlan | None], Quantised
+]
+
+
+def _bind(
+    q: Tensor,
     k: Tensor,
-    k_mean: Tensor,
+    v: Tensor,
     mode: SageMode,
+    block_m: int,
     block_n: int,
-    pooled: Pooled | None,
-    packed: BlockPlan | None,
-) -> tuple[Tensor, Tensor]:
-    """INT8 keys and their scales."""
-    b, hk, n, d = k.shape
-    spans = None if packed is None else packed.key_blocks
-    blocks = -(-n // block_n) if spans is None else len(spans)
-    span = mode.span(block_n)
-    k8 = k.new_empty((b, hk, n, d), dtype=torch.int8)
-    k_scale = torch.empty(
-        b, hk, blocks, 4 * (block_n // span) + 1, dtype=torch.float32, device=k.device
-    )
-    sums, likeness = (None, None) if pooled is None else (pooled.k_sums, pooled.k_likeness)
-    constexprs = {
-        "HEADS": hk,
-        "D": d,
-        "BLOCK": block_n,
-        "SPAN": span,
-        "HAS_POOL": sums is not None,
-        "HAS_LIKENESS": likeness is not None,
-    }
-    prepared(kernels.quantise_keys_kernel, 8, "k", **constexprs).launch(
-        (blocks * b * hk, 1, 1),
-        k_ptr=k,
-        k_mean_ptr=k_mean,
-        out_ptr=k8,
-        scale_ptr=k_scale,
-        sums_ptr=k_scale if sums is None else sums,
-        likeness_ptr=k_scale if likeness is None else likeness,
-        spans_ptr=spans,
-        length=n,
-        blocks=blocks,
-    )
-    return k8, k_scale
+    pool: tuple[bool, bool],
+    key_blocks: Tensor | None,
+) -> _Quantise:
+    """What quantises such tensors in Triton.
+
+    Args:
+        block_m: queries of a tile.
+        pool: whether sums of blocks are asked for, and likenesses.
+        key_blocks: of packed sequences.
+    """
+    assert key_blocks is None or not mode.fp8_values
+    (b, h, m, d), hk = q.shape, k.shape[1]
+    n, has_shift = k.shape[2], key_blocks is None
+    tiles, rows = -(-m // block_m), b * hk
+    blocks = -(-n // block_n) if key_blocks is None else len(key_blocks)
+    shape_q, shape_k, span = (b, h, m, d), (b, hk, n, d), mode.span(block_n)
+    k_scales = (b, hk, blocks, 4 * (block_n // span) + 1)
+    pools = {"HAS_POOL": pool[0], "HAS_LIKENESS": pool[1]}
+    sizes = {"HEADS": hk, "D": d, "BLOCK": block_n}
+    of_keys = prepared(kernels.quantise_keys_kernel, 8, "k", SPAN=span, **sizes, **pools).launch
+    sizes_q = {"HEADS": h, "GROUP": h // hk, "D": d, "BLOCK": block_m}
+    of_queries = prepared(kernels.quantise_queries_kernel, 1, "q", **sizes_q, **pools).launch
+    mean_of = column_mean_of(k, key_blocks, block_n)
+    finish = _bind_values(v, block_n) if mode.fp8_values else None
+    int8 = functools.partial(torch.empty, dtype=torch.int8, device=q.device)
+    fp32 = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        pooled: Pooled | None,
+        packed: BlockPlan | None,
+    ) -> Quantised:
+        k_mean = mean_of(k, packed)
+        k8, k_scale = int8(shape_k), fp32(k_scales)
+        q8, q_scale = int8(shape_q), fp32((b, h, m))
+        shift = fp32((b, h, m)) if has_shift else None
+        k_sums = k_likeness = q_sums = q_likeness = q_scale
+        if pooled is not None:
+            k_sums, q_sums = pooled.k_sums, pooled.q_sums
+            if pooled.k_likeness is not None and pooled.q_likeness is not None:
+                k_likeness, q_likeness = pooled.k_likeness, pooled.q_likeness
+        of_keys(
+            (blocks * rows, 1, 1),
+            k_ptr=k,
+            k_mean_ptr=k_mean,
+            out_ptr=k8,
+            scale_ptr=k_scale,
+            sums_ptr=k_sums,
+            likeness_ptr=k_likeness,
+            spans_ptr=None if packed is None else packed.key_blocks,
+            length=n,
+            blocks=blocks,
+        )
+        of_queries(
+            (tiles * b * h, 1, 1),
+            q_ptr=q,
+            k_mean_ptr=k_mean,
+            out_ptr=q8,
+            scale_ptr=q_scale,
+            shift_ptr=shift,
+            sums_ptr=q_sums,
+            likeness_ptr=q_likeness,
+            softmax_scale=scale,
+            length=m,
+            blocks=tiles,
+        )
+        v8, v_scale, offset = (v, None, None) if finish is None else finish(v)
+        scales = (q_scale, k_scale, v_scale)
+        return Quantised(mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n)
+
+    return run
 
 
-def _queries(
-    q: Tensor, k_mean: Tensor, scale: float, pooled: Pooled | None, has_shift: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """INT8 queries, their scales, and what smooth keys took from their logits."""
-    b, h, m, d = q.shape
-    block = 64 if pooled is None else pooled.block_m
-    blocks = -(-m // block)
-    q8 = q.new_empty((b, h, m, d), dtype=torch.int8)
-    q_scale = torch.empty(b, h, m, dtype=torch.float32, device=q.device)
-    shift = torch.empty_like(q_scale) if has_shift else None
-    sums, likeness = (None, None) if pooled is None else (pooled.q_sums, pooled.q_likeness)
-    constexprs = {
-        "HEADS": h,
-        "GROUP": h // k_mean.shape[1],
-        "D": d,
-        "BLOCK": block,
-        "HAS_POOL": sums is not None,
-        "HAS_LIKENESS": likeness is not None,
-    }
-    prepared(kernels.quantise_queries_kernel, 1, "q", **constexprs).launch(
-        (blocks * b * h, 1, 1),
-        q_ptr=q,
-        k_mean_ptr=k_mean,
-        out_ptr=q8,
-        scale_ptr=q_scale,
-        shift_ptr=shift,
-        sums_ptr=q_scale if sums is None else sums,
-        likeness_ptr=q_scale if likeness is None else likeness,
-        softmax_scale=scale,
-        length=m,
-        blocks=blocks,
-    )
-    return q8, q_scale, shift
+_quantiser = Ready(_bind)
 
 
-def _values(v: Tensor, mean: Tensor, inverse: Tensor, block_n: int) -> tuple[Tensor, Tensor]:
-    """e4m3 values, as ``quantise_values_kernel`` orders them, and their sums over blocks."""
-    b, hk, n, d = v.shape
-    blocks = -(-n // block_n)
-    v8 = v.new_empty((b, hk, d, blocks * block_n), dtype=torch.float8_e4m3fn)
-    sums = mean.new_empty(b, hk, blocks, d)
-    prepared(kernels.quantise_values_kernel, 8, "v", HEADS=hk, D=d, BLOCK=block_n).launch(
-        (blocks * b * hk, 1, 1),
-        v_ptr=v,
-        inverse_ptr=inverse,
-        mean_ptr=mean,
-        out_ptr=v8,
-        sums_ptr=sums,
-        length=n,
-        blocks=blocks,
-    )
-    return v8, sums
+def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """What rounds such values to e4m3, as ``quantise_values_kernel`` orders them: of values, these,
+    their scale and what is added to the output."""
+    b, h, n, d = v.shape
+    blocks, rows = -(-n // block_n), b * h
+    statistics, parts = partial_stats_of(v, True, None, 0)
+    small = {"D": d, "STEP": 32}
+    scales_of = prepared(kernels.value_scales_kernel, 4, **small, E4M3_MAX=E4M3_MAX).launch
+    rounded = prepared(kernels.quantise_values_kernel, 8, "v", HEADS=h, D=d, BLOCK=block_n).launch
+    offset_of = prepared(kernels.value_offset_kernel, 4, **small).launch
+    fp32 = functools.partial(torch.empty, dtype=torch.float32, device=v.device)
+    fp8 = functools.partial(torch.empty, dtype=torch.float8_e4m3fn, device=v.device)
+
+    def finish(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, scale, inverse, offset = (fp32((b, h, d)) for _ in range(4))
+        grid = (rows, 1, 1)
+        scales_of(
+            grid,
+            stats_ptr=statistics(v, None),
+            mean_ptr=mean,
+            scale_ptr=scale,
+            inverse_ptr=inverse,
+            parts=parts,
+            length=n,
+        )
+        v8, sums = fp8((b, h, d, blocks * block_n)), fp32((rows, blocks, d))
+        rounded(
+            (blocks * rows, 1, 1),
+            v_ptr=v,
+            inverse_ptr=inverse,
+            mean_ptr=mean,
+            out_ptr=v8,
+            sums_ptr=sums,
+            length=n,
+            blocks=blocks,
+        )
+        named = {"sums_ptr": sums, "mean_ptr": mean, "scale_ptr": scale, "offset_ptr": offset}
+        offset_of(grid, **named, parts=blocks, length=n)
+        return v8, scale, offset
+
+    return finish
 
 
 @without_autocast

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
-from block_sparse_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
+from block_sparse_backend.kernels import block_sparse, block_sparse_int8, plans, predict, quantise
 from block_sparse_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from block_sparse_backend.launch_params import TABLES
 from block_sparse_backend.plan.predicted import (
@@ -44,6 +44,9 @@ _INTS = (
     "first_blocks_ptr",
     "spans_ptr",
     "mask_aux_ptr",
+    "cu_q_ptr",
+    "cu_k_ptr",
+    "key_blocks_ptr",
 )
 _FLOATS = ("factor", "softmax_scale", "scale_log2", "min_likeness")
 
@@ -210,6 +213,10 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
         yield f"select_blocks {name}", select, {"amount": "fp32"}, blocks | flags, {"num_warps": 1}
     sizes = {"HEADS": 24, "BLOCK": ORDER_ROWS}
     yield "order_rows", predict.order_rows_kernel, {}, sizes, four
+    sizes = {"BLOCK_N": block_n, "WIDTH": 1024, "HAS_SINK": False}
+    yield "map_rows", plans.map_rows_kernel, {"map_ptr": "*u8"}, sizes, {"num_warps": 1}
+    flags = {"HEADS": 24, "BLOCK_M": 64, "BLOCK_N": block_n, "IS_CAUSAL": True, "STEP": 64}
+    yield "packed_plan", plans.packed_plan_kernel, {}, flags, four
 
 
 def compile_case(arch: str, case: Case) -> dict[str, int]:

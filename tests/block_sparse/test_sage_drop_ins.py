@@ -17,7 +17,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from block_sparse_backend import block_sparse
+from backend_core.launch.triton import KernelLaunch
+from backend_core.target import Target
+from block_sparse_backend import block_sparse, sage
 from block_sparse_backend.dense8 import triton as dense8
 from block_sparse_backend.drop_ins import sageattention, spargeattn
 from block_sparse_backend.plan import intervals
@@ -191,6 +193,48 @@ def test_packed_sequences_are_one_launch(
         want, _ = quantised_attention(*own, plan, scale=0.2, mode=PACKED_MODE, path="triton")
         assert relative_error(out[:, :, at], want) < 1e-3
     assert not out[:, :, 290:].any()
+
+
+class Operators(TorchDispatchMode):
+    """Names of torch's operators that calls run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(call))
+        return call(*args, **(kwargs or {}))
+
+
+@pytest.mark.interpreter
+def test_a_call_like_one_before_allocates_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes no plan in torch, whose operators take longer than the rest of a call."""
+    q, k, v = inputs((2, 134, 64), (2, 134, 64), seed=0, device=torch.device("cpu"))
+    tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
+    offsets = torch.tensor([0, 64, 134], dtype=torch.int32)
+    kept = torch.ones(1, 2, 3, 2, dtype=torch.bool)
+    monkeypatch.setattr(KernelLaunch, "_interpret", lambda self, grid, *given: None)
+    monkeypatch.setattr(
+        block_sparse, "detect_target", lambda device: Target("nvidia", "sm90", 132, "H200")
+    )
+    unkept = sage.default_blocks.__wrapped__
+    for module in (sage, sageattention):
+        monkeypatch.setattr(module, "default_blocks", unkept)
+    views = {"aten.transpose.int", "aten.slice.Tensor", "aten.unsqueeze.default", "aten.view.dtype"}
+    views |= {"aten.select.int"}
+    made = {"aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default"}
+    made |= {"aten.zeros_like.default", "aten.arange.default"}
+    for call in (
+        lambda: sageattention.sageattn(q, k, v, is_causal=True),
+        lambda: sageattention.sageattn_varlen(*tokens, offsets, offsets, 70, 70),
+        lambda: spargeattn.spas_sage2_attn_meansim_topk_cuda(q, k, v),
+        lambda: spargeattn.block_sparse_sage2_attn_cuda(q, k, v, kept),
+    ):
+        call()
+        with Operators() as seen:
+            call()
+        assert seen.names <= views | made
 
 
 class Allocations(TorchDispatchMode):

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from block_sparse_backend import video
+from block_sparse_backend.plan import kept
 from block_sparse_backend.testing.cases import relative_error
 from block_sparse_backend.video import VideoAttention
 from tests.block_sparse.compiler import compiler
@@ -65,28 +66,28 @@ class Made:
 
 
 @pytest.fixture
-def plans() -> video.Plans[Made]:
-    return video.Plans(lambda device, *key: Made())
+def plans() -> kept.Plans[Made]:
+    return kept.Plans(lambda device, *key: Made())
 
 
 def test_a_plan_is_complete_before_another_stream_reads_it(
-    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+    plans: kept.Plans[Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[Any] = []
     stream = SimpleNamespace(synchronize=lambda: waited.append(device))
     device = torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda of: stream if of == device else None)
-    monkeypatch.setattr(video, "is_capturing", lambda device: False)
+    monkeypatch.setattr(kept, "is_capturing", lambda device: False)
     assert plans.of(device, 5) is plans.of(device, 5) is not plans.of(device, 6)
     assert waited == [device, device]
 
 
 def test_a_plan_that_a_graph_has_seen_is_kept(
-    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+    plans: kept.Plans[Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay reads at the addresses of the capture, however many shapes come in between."""
     capturing, cpu = [False], torch.device("cpu")
-    monkeypatch.setattr(video, "is_capturing", lambda device: capturing[0])
+    monkeypatch.setattr(kept, "is_capturing", lambda device: capturing[0])
     seen, unseen = weakref.ref(plans.of(cpu, 0)), weakref.ref(plans.of(cpu, 1))
     capturing[0] = True
     assert plans.of(cpu, 0) is seen()
@@ -99,11 +100,12 @@ def test_a_plan_that_a_graph_has_seen_is_kept(
 
 
 def test_a_plan_that_a_capture_makes_serves_no_other_call(
-    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+    plans: kept.Plans[Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tensors hold nothing until the graph is replayed."""
     capturing, cpu = [True], torch.device("cpu")
-    monkeypatch.setattr(video, "is_capturing", lambda device: capturing[0])
+    for module in (kept, video):
+        monkeypatch.setattr(module, "is_capturing", lambda device: capturing[0])
     of_graph = plans.of(cpu, 0)
     capturing[0] = False
     assert plans.of(cpu, 0) is not of_graph
@@ -138,7 +140,7 @@ def test_compiled_code_keeps_plans(
 ) -> None:
     """Dynamo traces through what keeps a function's results, and would make every plan anew."""
     made = []
-    plans = video.Plans(lambda device, *key: made.append(key) or video._tile_plan(device, *key))
+    plans = kept.Plans(lambda device, *key: made.append(key) or video._tile_plan(device, *key))
     monkeypatch.setattr(video, "_tile_plans", plans)
     q, k, v = make(seed, device)
     settings = VideoAttention("sliding_tile", eight_bit=False, canvas=CANVAS, tile=(2, 3, 4))
