@@ -58,7 +58,45 @@ def test_settings_are_checked() -> None:
         VideoAttention("radial")  # type: ignore[arg-type]
     x = torch.zeros(1, 5, 1, 64)
     with pytest.raises(ValueError, match="over at least 8 tokens"):
-        VideoAttention("sliding_tile", canvas=(2, 2, 2))(x, x, x)
+        VideoAttention("sliding_tile", canvas=(2, 2, 2))(x.half(), x.half(), x.half())
+    with pytest.raises(ValueError, match=r"query must be bfloat16 or float16, got torch.float32"):
+        VideoAttention()(x, x, x)
+    for name, wrong in (("canvas", (2, 2)), ("canvas", (2, 0, 2)), ("tile", 6), ("tile", "688")):
+        with pytest.raises(ValueError, match=rf"{name} must be three positive integers"):
+            VideoAttention("sliding_tile", **{"canvas": (2, 2, 2), name: wrong})  # type: ignore[arg-type]
+    for windows in ((), (3, 3, 3), "333"):
+        with pytest.raises(ValueError, match="windows must be"):
+            VideoAttention(windows=windows)  # type: ignore[arg-type]
+
+
+def test_lists_are_tuples(seed: int, device: torch.device) -> None:
+    given: Any = {"canvas": list(CANVAS), "tile": [2, 3, 4], "windows": [[1, 1, 3], [3, 1, 1]]}
+    settings = VideoAttention("sliding_tile", **given)
+    tuples: Any = {"canvas": CANVAS, "tile": (2, 3, 4), "windows": ((1, 1, 3), (3, 1, 1))}
+    assert settings == VideoAttention("sliding_tile", **tuples) and hash(settings)
+    q, k, v = make(seed, device)
+    assert settings(q, k, v).shape == q.shape
+
+
+@pytest.mark.parametrize("size", [40, 96])
+@pytest.mark.parametrize("eight_bit", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "predicted", "sliding_tile"])
+def test_heads_of_other_sizes(
+    kind: str, eight_bit: bool, size: int, seed: int, device: torch.device
+) -> None:
+    q, k, v = (x[..., :1].expand(*x.shape[:3], size).contiguous() for x in make(seed, device))
+    q, k, v = (x + 0.1 * torch.arange(size, device=device) / size for x in (q, k, v))
+    canvas = CANVAS if kind == "sliding_tile" else None
+    windows = ((9, 9, 9),)
+    settings = VideoAttention(kind, eight_bit, topk=1.0, canvas=canvas, windows=windows)  # type: ignore[arg-type]
+    q, k, v = (x.half() for x in (q, k, v))
+    double = [x.cpu().double().transpose(1, 2) for x in (q, k, v)]
+    want = scaled_dot_product_attention(*double).transpose(1, 2)
+    got = settings(q, k, v)
+    assert got.shape == q.shape and relative_error(got.cpu(), want) < (6e-2 if eight_bit else 2e-3)
+    message = f"heads must have at most 128 channels, got {2 * 96} and {2 * 96}"
+    with pytest.raises(ValueError, match=message):
+        VideoAttention()(*(torch.cat([x] * 5, 3)[..., :192] for x in (q, k, v)))
 
 
 class Made:
