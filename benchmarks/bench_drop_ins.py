@@ -8,6 +8,14 @@ makes its inputs once and calls the function of the same name in both packages: 
 original first by turns. Every output is compared with float64 before anything is timed, and an
 original that cannot be imported or refuses a call leaves its columns empty, with the reason.
 
+``--accuracy`` writes instead, without times, the errors of SageAttention's and SpargeAttn's
+functions at 20 lengths that no block divides, dense, causal, packed and predicted, with attention
+that is nearly uniform and attention that is sharp. It prints last, for each function, the smallest
+and the largest ratio of our error to the original's:
+
+    python benchmarks/bench_drop_ins.py --accuracy --originals FOLDER \
+        --output benchmarks/results/dropins_accuracy_h200.json
+
 ``us`` is the median time of a call between events on the default stream while the GPU is kept busy
 before it, which is the kernels' time; ``host_us`` the host's time in a call; ``plan_us`` the whole
 time of a plan, which a step makes once. ``FOLDER`` holds the originals' packages, where they are
@@ -18,10 +26,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,33 +185,60 @@ def block_map(device: torch.device, heads: int, tiles: int, blocks: int, density
     return torch.zeros_like(scores).scatter_(2, scores.topk(kept, 2).indices, 1.0).bool()
 
 
-def dense_video(device: torch.device, name: str, heads: int, dim: int, tokens: int) -> Inputs:
-    """SageAttention's function ``name`` on one clip."""
+def dense_video(
+    device: torch.device,
+    name: str,
+    heads: int,
+    dim: int,
+    tokens: int,
+    is_causal: bool = False,
+    sharpness: float = 1.0,
+) -> Inputs:
+    """SageAttention's function ``name`` on one clip.
+
+    Args:
+        sharpness: the standard deviation of logits.
+    """
     q, k, v = (normal(device, 1, heads, tokens, dim) for _ in range(3))
+    q *= sharpness
 
     def make(package: Any) -> tuple[None, Run]:
-        return None, lambda: getattr(package, name)(q, k, v, tensor_layout="HND")
+        call = getattr(package, name)
+        return None, lambda: call(q, k, v, tensor_layout="HND", is_causal=is_causal)
 
     def error(got: Tensor) -> float:
         first = [x[0, :1].transpose(0, 1) for x in (q, k, v, got)]
-        return attention_error(*first, keys_of=lambda _: slice(None))
+        return attention_error(
+            *first, keys_of=lambda row: slice(None, row + 1 if is_causal else None)
+        )
 
     return Inputs(make, error)
 
 
-def packed_video(device: torch.device, heads: int, dim: int, tokens: int, clips: int) -> Inputs:
+def packed_video(
+    device: torch.device,
+    heads: int,
+    dim: int,
+    tokens: int,
+    clips: int,
+    is_causal: bool = False,
+    sharpness: float = 1.0,
+) -> Inputs:
+    """``dense_video`` of several clips of as many tokens, one after another."""
     q, k, v = (normal(device, clips * tokens, heads, dim) for _ in range(3))
+    q *= sharpness
     offsets = torch.arange(clips + 1, dtype=torch.int32, device=device) * tokens
 
     def make(package: Any) -> tuple[None, Run]:
-        call = (q, k, v, offsets, offsets, tokens, tokens)
+        call = (q, k, v, offsets, offsets, tokens, tokens, is_causal)
         return None, lambda: package.sageattn_varlen(*call)
 
     def error(got: Tensor) -> float:
         first = [x[:, :1] for x in (q, k, v, got)]
 
         def keys_of(row: int) -> slice:
-            return slice(row // tokens * tokens, (row // tokens + 1) * tokens)
+            begin = row // tokens * tokens
+            return slice(begin, row + 1 if is_causal else begin + tokens)
 
         return attention_error(*first, keys_of=keys_of)
 
@@ -210,7 +246,12 @@ def packed_video(device: torch.device, heads: int, dim: int, tokens: int, clips:
 
 
 def sparse_video(
-    device: torch.device, name: str, heads: int, tokens: int, options: dict[str, float]
+    device: torch.device,
+    name: str,
+    heads: int,
+    tokens: int,
+    options: dict[str, float],
+    sharpness: float = 1.0,
 ) -> Inputs:
     """SpargeAttn's function ``name`` on one clip. Each tile of queries looks for one block of keys,
     which a prediction has to find; the error holds what it leaves out."""
@@ -224,6 +265,7 @@ def sparse_video(
             centres[:, :, wanted].repeat_interleave(64, 2),
         )
     )
+    q *= sharpness
     v = normal(device, 1, heads, tokens, 128)
     kept = block_map(device, heads, -(-tokens // 64), -(-tokens // 128), 0.25)
     more = {"mask_id": kept[None]} if name.startswith("block_sparse") else options
@@ -286,7 +328,49 @@ def cases() -> Iterator[Case]:
             yield Case(ours, "spas_sage_attn", name, caller, sparse_video, shape)
 
 
-def measure(case: Case, device: torch.device, turn: int) -> dict[str, Any]:
+LENGTHS = (
+    *(193, 321, 577, 1025, 1409, 2177, 3001, 4444, 5983, 8190, 10007, 13003),
+    *(17776, 22223, 32760, 44441, 56789, 75600, 97777, 119056),
+)
+"""Of clips: no block of 64 or 128 tokens divides one."""
+ATTENTION = {"near-uniform": 1.0, "sharp": 4.0}
+"""Standard deviations of the logits."""
+
+
+def accuracy_cases() -> Iterator[Case]:
+    """Every function of SageAttention and SpargeAttn at each length."""
+    sage = [case for case in cases() if case.theirs == "sageattention"]
+    sparge = [case for case in cases() if case.theirs == "spas_sage_attn"]
+    for (caller, sharpness), tokens in itertools.product(ATTENTION.items(), LENGTHS):
+        for case, is_causal in itertools.product(sage, (False, True)):
+            shape = case.shape | {"tokens": tokens, "heads": 1, "is_causal": is_causal}
+            if "clips" in shape:
+                shape |= {"tokens": tokens // 3, "clips": 3}
+            yield replace(case, caller=caller, shape=shape | {"sharpness": sharpness})
+        for case in sparge[: len(sparge) // 2]:  # both callers are alike but for their lengths
+            shape = case.shape | {"tokens": tokens, "heads": 1, "sharpness": sharpness}
+            yield replace(case, caller=caller, shape=shape)
+
+
+def worst(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """For each function and attention, where our error is largest beside the original's."""
+    for function, caller in dict.fromkeys((row["function"], row["caller"]) for row in rows):
+        of = [row for row in rows if (row["function"], row["caller"]) == (function, caller)]
+        compared = [row for row in of if row.get("theirs_error", 0.0) > 0.0]
+        if not compared:
+            yield f"{function:34} {caller:13} {of[0].get('theirs_refused', '')}"
+            continue
+        ratios = {row["ours_error"] / row["theirs_error"]: row for row in compared}
+        ours, theirs = (1e3 * ratios[max(ratios)][f"{side}_error"] for side in ("ours", "theirs"))
+        shape = ratios[max(ratios)]["shape"]
+        yield (
+            f"{function:34} {caller:13} {min(ratios):.3f} to {max(ratios):.3f} over {len(of)} rows;"
+            f" {ours:.1f} beside {theirs:.1f} at {shape['tokens']} tokens"
+            f"{', causal' if shape.get('is_causal') else ''}"
+        )
+
+
+def measure(case: Case, device: torch.device, turn: int, is_timed: bool = True) -> dict[str, Any]:
     """A row of the result."""
     torch.manual_seed(turn)
     inputs = case.draw(device, **case.shape)
@@ -302,6 +386,8 @@ def measure(case: Case, device: torch.device, turn: int) -> dict[str, Any]:
                 raise
             calls.pop(side, None)
             row["theirs_refused"] = f"{type(reason).__name__}: {reason}".splitlines()[0][:200]
+    if not is_timed:
+        return row
     for side in sorted(calls, reverse=turn % 2 == 1):
         plan, run = calls[side]
         row[f"{side}_us"] = 1e3 * stream_time_ms(run, repeats=11)
@@ -314,19 +400,24 @@ def measure(case: Case, device: torch.device, turn: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--originals", type=Path, action="append", default=[])
+    parser.add_argument("--accuracy", action="store_true", help="errors alone, at 20 lengths")
     parser.add_argument("--only", nargs="*", help="functions; by default all")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     sys.path[:0] = [str(folder) for folder in options.originals]
     rows = []
-    for turn, case in enumerate(cases()):
+    chosen = accuracy_cases() if options.accuracy else cases()
+    for turn, case in enumerate(chosen):
         if options.only and case.function not in options.only:
             continue
-        rows.append(measure(case, torch.device("cuda", 0), turn))
-        print(json.dumps(rows[-1]), flush=True)
-        result = {**environment(), "rows": rows}
-        write_record(options.output, result)
+        rows.append(measure(case, torch.device("cuda", 0), turn, not options.accuracy))
+        if not options.accuracy:
+            print(json.dumps(rows[-1]), flush=True)
+            write_record(options.output, {**environment(), "rows": rows})
         torch.cuda.empty_cache()
+    write_record(options.output, {**environment(), "rows": rows})
+    for line in worst(rows):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -159,27 +159,27 @@ def int8_rows(
     params = int8_params(plan)
     print(f"{work}, {shape}", flush=True)
     found = beside(others or {}, flops)
-    for name in ("per_warp", "per_thread"):
+    for name in MODES:
         mode = MODES[name]
         ready = sage.quantise(q, k, v, mode, SCALE, plan.block_n, "triton")
         kernel = timed(
             functools.partial(quantised_run(ready, plan, params), ready, plan, SCALE, out, lse),
             flops,
-            f"int8 {name}",
+            name,
         )
-        if name == "per_warp":
+        if name == "int8":
             alone = timed(
                 lambda: sage.quantise(q, k, v, mode, SCALE, plan.block_n, "triton"),  # noqa: B023
                 name="quantisation",
             )
-            yield Row(f"quantisation, {work}", shape, 1.0, "int8 per_warp", alone, alone)
+            yield Row(f"quantisation, {work}", shape, 1.0, "int8", alone, alone)
         whole = timed(
             lambda: quantised_attention(q, k, v, plan, mode=mode, out=out),  # noqa: B023
             flops,
-            f"int8 {name} whole",
+            f"{name} whole",
         )
         yield Row(
-            work, shape, share, f"int8 {name}", kernel, whole, found,
+            work, shape, share, name, kernel, whole, found,
             tflops=flops / kernel / 1e9 if kernel else None,
         )  # fmt: skip
 
@@ -195,12 +195,12 @@ def predicted_row(x: Tensors, topk: float, built: Packages) -> Iterator[Row]:
     def whole() -> object:
         return predicted_attention(q, k, v, Choice(topk=topk), out=out)
 
-    ms = timed(whole, name="predicted, int8 per_warp whole")
+    ms = timed(whole, name="predicted, int8 whole")
     share = plan.density()
     few = tuple(t[:, :2, :8192] for t in x)
     kept = float(recall(predict(few[0], few[1], topk=topk, block_m=128), few[0], few[1]).mean())
     found = beside(packages.beside_predicted(built, x, topk))
-    yield Row("predicted 8-bit", tokens, share, "int8 per_warp", None, ms, found, mass_kept=kept)
+    yield Row("predicted 8-bit", tokens, share, "int8", None, ms, found, mass_kept=kept)
     yield Row("prediction", tokens, share, "triton", alone, alone)
 
 

@@ -22,9 +22,8 @@ SCALE = D**-0.5
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 MODES = {
-    "per_warp": SageMode(),
-    "per_thread": SageMode("per_thread"),
-    "per_thread 16-bit values": SageMode("per_thread", fp8_values=False),
+    "int8": SageMode(),
+    "int8, 16-bit values": SageMode(fp8_values=False),
 }
 EXACT = 3e-3
 BOUNDS = {

@@ -17,8 +17,6 @@ from backend_core.contracts import (
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.spec import LOG2_E
 
-MAX_ROWS = 65535
-"""Batch entries times heads: the second axis of the grids of quantisation and prediction."""
 HEAD_DIMS = {(64, 64), (128, 128), (192, 128), (256, 256)}
 """(D, DV) of the Triton and Gluon kernels."""
 
@@ -128,11 +126,6 @@ def check_quantised(q: Tensor, v: Tensor, block_n: int) -> None:
         raise ValueError(f"head size must be 64 or 128 in q, k and v, got {d} and {dv}")
     if not v.shape[2]:
         raise ValueError(f"k must have at least one token, got shape {list(v.shape)}")
-    if q.shape[0] * q.shape[1] > MAX_ROWS:
-        raise ValueError(
-            f"q must have at most {MAX_ROWS} heads over its whole batch, got"
-            f" {q.shape[0] * q.shape[1]}"
-        )
     if block_n < 16:
         raise ValueError(f"block_n of the plan must be at least 16, got {block_n}")
 

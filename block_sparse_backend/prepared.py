@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch import Tensor
+
+from backend_core.contracts import interprets
 from backend_core.launch.triton import KernelLaunch
 
 
@@ -17,3 +20,8 @@ def prepared(kernel: Any, num_warps: int, tokens: str = "", **constexprs: Any) -
     """
     axes = {tokens: "bhn."} if tokens else {}
     return KernelLaunch(kernel, constexprs, {"num_warps": num_warps}, axes=axes)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether Triton runs here: on a GPU, or on a CPU under its interpreter."""
+    return x.device.type != "cpu" or interprets()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from backend_core.contracts import check_scale, expect_device, expect_shape
+from backend_core.contracts import check_scale, expect_device, expect_shape, once
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection
 from block_sparse_backend.block_sparse import empty_output, selection_for
@@ -20,11 +22,12 @@ from block_sparse_backend.plan import intervals, predicted
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice
 from block_sparse_backend.spec import QuantisedSpec
-from block_sparse_backend.variants import sage
+from block_sparse_backend.variants import masks, sage
 from block_sparse_backend.variants.pooled import Pooled, pool
-from block_sparse_backend.variants.sage import Quantised, SageMode
+from block_sparse_backend.variants.sage import SageMode
 
 DEFAULT_MODE = SageMode()
+PACKED_MODE = SageMode(fp8_values=False)
 
 
 def quantised_attention(
@@ -64,18 +67,47 @@ def quantised_attention(
     """
     if is_elsewhere(q):
         return run_there(q, quantised_attention, locals())
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    tensors = (plan.rows, plan.cols, plan.work, plan.sequences)
+    kind = (plan.num_heads, plan.block_m, plan.block_n, plan.has_partial, plan.mask)
+    chosen, run = _prepared(q, k, v, out, tensors, kind, plan.is_packed, scale, mode, path)
+    out = empty_output(q, q.shape[3]) if out is None else out
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if q.numel():
+        x = sage.quantise(q, k, v, mode, scale, plan.block_n, chosen)
+        run(x, plan, scale, out, lse)
+    return out, lse
+
+
+@once
+def _prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    kind: tuple[int, int, int, bool, masks.Mask],
+    is_packed: bool,
+    scale: float,
+    mode: SageMode,
+    path: str | None,
+) -> tuple[str, QuantisedRun]:
+    """The path of a call and what runs it, after a check of its arguments.
+
+    Args:
+        tensors, kind: of the plan, as ``BlockPlan`` takes them.
+    """
+    heads, block_m, block_n, has_partial, mask = kind
+    blocks = heads, block_m, block_n
+    plan = BlockPlan(*tensors, *blocks, has_partial, mask, is_packed=is_packed)
     check_block_sparse(q, k, v, plan, out, None)
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
-    check_scale(q.shape[3] ** -0.5 if scale is None else scale)
-    selection = _select(q, k, mode, (plan.block_m, plan.block_n), len(plan.work), path)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    if not q.numel():
-        out = empty_output(q, q.shape[3]) if out is None else out
-        return out, q.new_empty(q.shape[:3], dtype=torch.float32)
-    x = sage.quantise(q, k, v, mode, scale, plan.block_n, selection.row(len(plan.work)).name)
-    out = empty_output(q, q.shape[3]) if out is None else out
-    return out, _attend(x, plan, scale, out, selection)
+    check_scale(scale)
+    programs = len(plan.work)
+    selection = _select(q, k, mode, (plan.block_m, plan.block_n), programs, path)
+    run = selection.for_spec(selection.spec.of_plan(plan)).run(programs)
+    return selection.row(programs).name, run
 
 
 def packed_attention(
@@ -92,8 +124,9 @@ def packed_attention(
 ) -> Tensor:
     """``quantised_attention`` of each sequence of a packed batch, dense or causal.
 
-    In Triton it is one plan, one quantisation and one launch, and nothing is read on the host. In
-    torch it is one call after another.
+    Values stay in 16 bits, as in the original of ``sageattn_varlen``. In Triton it is one plan, one
+    quantisation and one launch, of sizes that follow from T and S alone, and nothing is read on
+    the host. In torch it is one call after another.
 
     Args:
         q: [1, H, T, D]; k, v: [1, Hkv, T, D]: the sequences one after another.
@@ -106,7 +139,7 @@ def packed_attention(
 
     Raises:
         ValueError: an argument is not as described; nothing was written.
-        LookupError: no path of the device's table serves values in e4m3.
+        LookupError: no path of the device's table serves the call.
     """
     if is_elsewhere(q):
         return run_there(q, packed_attention, locals())
@@ -120,30 +153,25 @@ def packed_attention(
     if 0 in most:
         return out
     block_m, block_n = default_blocks(q.device)
+    check_quantised(q, v, block_n)
     plan = intervals.ragged(
         cu_seqlens_q,
         cu_seqlens_k,
         most[0],
         most[1],
         q.shape[1],
+        tokens=(q.shape[2], k.shape[2]),
         is_causal=is_causal,
         block_m=block_m,
         block_n=block_n,
     )
-    # batch entry i of these is sequence i, from where it begins
-    batch = len(plan.sequences)
-    wide_q = q[:, :, : most[0]].expand(batch, -1, -1, -1)
-    wide_k, wide_v = (x[:, :, : most[1]].expand(batch, -1, -1, -1) for x in (k, v))
-    check_quantised(wide_q, wide_v, block_n)
-    blocks = (block_m, block_n)
-    selection = _select(wide_q, wide_k, DEFAULT_MODE, blocks, len(plan.work), path)
+    selection = _select(q, k, PACKED_MODE, (block_m, block_n), len(plan.work), path)
     chosen = selection.row(len(plan.work)).name
     if chosen == "torch":
         _one_by_one(q, k, v, plan, is_causal, scale, out)
         return out
-    inputs = (wide_q, wide_k, wide_v)
-    x = sage.quantise(*inputs, DEFAULT_MODE, scale, block_n, chosen, sequences=plan.sequences)
-    _attend(x, plan, scale, out.expand(batch, -1, -1, -1), selection)
+    x = sage.quantise(q, k, v, PACKED_MODE, scale, block_n, chosen, packed=plan)
+    selection.for_spec(selection.spec.of_plan(plan)).run(len(plan.work))(x, plan, scale, out, None)
     return out
 
 
@@ -164,7 +192,9 @@ def _one_by_one(
             blocks = plan.block_m, plan.block_n
             one = make(m, n, q.shape[1], block_m=blocks[0], block_n=blocks[1], device=q.device)
             own = q[:, :, at], k[:, :, keys], v[:, :, keys]
-            out[:, :, at] = quantised_attention(*own, one, scale=scale, path="torch")[0]
+            out[:, :, at] = quantised_attention(
+                *own, one, scale=scale, mode=PACKED_MODE, path="torch"
+            )[0]
 
 
 def predicted_attention(
@@ -198,17 +228,11 @@ def predicted_attention(
     """
     if is_elsewhere(q):
         return run_there(q, predicted_attention, locals())
-    check_tensors(q, k, v, out, None)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    selection, programs = _prepared_prediction(q, k, v, out, scale, mode, blocks, path)
     choice.check_heads(q.shape[1])
-    block_m, block_n = default_blocks(q.device) if blocks is None else blocks
-    check_quantised(q, v, block_n)
-    predicted.check_size(q, k, block_m, block_n)
-    check_scale(q.shape[3] ** -0.5 if scale is None else scale)
-    b, h, m, d = q.shape
-    programs = b * h * -(-m // block_m)
-    selection = _select(q, k, mode, (block_m, block_n), programs, path)
-    chosen = selection.row(programs).name
-    scale = d**-0.5 if scale is None else scale
+    row, spec = selection.row(programs), selection.spec
+    chosen, (block_m, block_n) = row.name, (spec.block_m, spec.block_n)
     pooled = None
     if chosen == "triton":
         pooled = Pooled.empty(q, k, block_m, block_n, choice.has_likeness)
@@ -216,8 +240,31 @@ def predicted_attention(
     if pooled is None:
         pooled = pool(q, k, (block_m, block_n), choice.has_likeness, chosen)
     plan = predicted.from_pooled(pooled, choice, scale, chosen)
-    out = empty_output(q, d) if out is None else out
-    return out, _attend(x, plan, scale, out, selection), plan
+    out = empty_output(q, q.shape[3]) if out is None else out
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    selection.for_spec(spec.of_plan(plan)).run(programs)(x, plan, scale, out, lse)
+    return out, lse, plan
+
+
+@once
+def _prepared_prediction(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    scale: float,
+    mode: SageMode,
+    blocks: tuple[int, int] | None,
+    path: str | None,
+) -> tuple[Selection[QuantisedSpec, QuantisedRun], int]:
+    """The paths for a call and its number of programs, after a check of its arguments."""
+    check_tensors(q, k, v, out, None)
+    block_m, block_n = default_blocks(q.device) if blocks is None else blocks
+    check_quantised(q, v, block_n)
+    predicted.check_size(q, k, block_m, block_n)
+    check_scale(scale)
+    programs = q.shape[0] * q.shape[1] * -(-q.shape[2] // block_m)
+    return _select(q, k, mode, (block_m, block_n), programs, path), programs
 
 
 def _select(
@@ -238,20 +285,7 @@ def _select(
     return selection_for("block_sparse_int8", q.device, spec, path)
 
 
-def _attend(
-    x: Quantised,
-    plan: BlockPlan,
-    scale: float,
-    out: Tensor,
-    selection: Selection[QuantisedSpec, QuantisedRun],
-) -> Tensor:
-    """Fills ``out``; the LSE."""
-    lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
-    run = selection.for_spec(selection.spec.of_plan(plan)).run(len(plan.work))
-    run(x, plan, scale, out, lse)
-    return lse
-
-
+@functools.cache
 def default_blocks(device: torch.device) -> tuple[int, int]:
     """(block_m, block_n) for plans of 8-bit attention on a device."""
     spec = QuantisedSpec(SageMode(fp8_values=False))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ast
 import functools
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from backend_core.contracts import expect_device
+from backend_core.contracts import expect_device, expect_shape
 from backend_core.launch.streams import is_capturing
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.block_sparse import default_blocks as exact_blocks
-from block_sparse_backend.plan import intervals
+from block_sparse_backend.plan import kept
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice
 from block_sparse_backend.plan.predicted import predict
@@ -26,14 +25,17 @@ from block_sparse_backend.sage import default_blocks as quantised_blocks
 from block_sparse_backend.sage import predicted_attention, quantised_attention
 
 Kind = Literal["dense", "predicted", "sliding_tile"]
-Plan = TypeVar("Plan")
-_KEPT = 64
+HEAD_SIZES = (64, 128, 256)
+"""Channels that the kernels of any kind have."""
+MAX_HEAD_SIZE = {True: 128, False: 256}
+"""In 8 bits, and else."""
 
 
 @dataclass(frozen=True)
 class VideoAttention:
     """Attention of [B, L, H, D] tensors; plans are made once for each shape, and serve all streams.
 
+    Lists are taken for tuples. Heads of other sizes than the kernels have are filled with zeros.
     It can be captured in a CUDA graph; sliding tiles after a call of the same shape.
 
     Attributes:
@@ -64,8 +66,14 @@ class VideoAttention:
             )
         if (self.kind == "sliding_tile") != (self.canvas is not None):
             raise ValueError(f"canvas must be given for sliding tiles alone, got {self.canvas}")
+        keep = functools.partial(object.__setattr__, self)
+        keep("canvas", None if self.canvas is None else _box("canvas", self.canvas))
+        keep("tile", _box("tile", self.tile))
+        if not isinstance(self.windows, list | tuple) or not self.windows:
+            raise ValueError(f"windows must be a tuple of (t, h, w), got {self.windows!r}")
+        keep("windows", tuple(_box("each of windows", window) for window in self.windows))
         values = [getattr(self, field.name) for field in fields(self)]
-        object.__setattr__(self, "_text", repr(values))  # which another process can read too
+        keep("_text", repr(values))  # which another process can read too
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         """Attention of q, k and v [B, L, H, D] in the same layout. To ``torch.compile`` it is one
@@ -79,9 +87,34 @@ class VideoAttention:
             return out
         return self._attention(q, k, v, scale)
 
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """Why tensors cannot be served for their dtype or head size, if so."""
+        if not self.eight_bit and q.is_cpu:
+            return None  # torch takes any
+        most = MAX_HEAD_SIZE[self.eight_bit]
+        if q.dtype not in (torch.bfloat16, torch.float16):
+            return f"query must be bfloat16 or float16, got {q.dtype}"
+        if max(q.shape[-1], v.shape[-1]) > most:
+            return f"heads must have at most {most} channels, got {q.shape[-1]} and {v.shape[-1]}"
+        return None
+
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         expect_device("k", k, q.device)
         expect_device("v", v, q.device)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            expect_shape(name, x, ("B", "L", "H", "D"))
+        if why := self.refusal(q, k, v):
+            raise ValueError(why)
+        d, dv = q.shape[3], v.shape[3]
+        scale = d**-0.5 if scale is None else scale
+        size = next((n for n in HEAD_SIZES if n >= max(d, dv)), 0)
+        if (d, dv) != (size, size) and not (q.is_cpu and not self.eight_bit):
+            # zeros add nothing to a product
+            q, k = (functional.pad(x, (0, size - d)) for x in (q, k))
+            return self._served(q, k, functional.pad(v, (0, size - dv)), scale)[..., :dv]
+        return self._served(q, k, v, scale)
+
+    def _served(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if self.kind == "sliding_tile":
             return self._tiles(q, k, v, scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -93,10 +126,10 @@ class VideoAttention:
             plan = predict(q, k, topk=self.topk, scale=scale, block_m=block_m, block_n=block_n)
         else:
             b, h, m, _ = q.shape
-            plan = _dense_plans.of(q.device, m, k.shape[2], h, b, block_m, block_n)
+            plan = kept.dense.of(q.device, m, k.shape[2], h, b, block_m, block_n)
         return self._attend(q, k, v, plan, scale).transpose(1, 2)
 
-    def _tiles(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def _tiles(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         assert self.canvas is not None
         b, length, h, _ = q.shape
         tokens = self.canvas[0] * self.canvas[1] * self.canvas[2]
@@ -115,11 +148,21 @@ class VideoAttention:
             return quantised_blocks(q.device)
         return exact_blocks(q.device, q.shape[3])
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
         attend = quantised_attention if self.eight_bit else block_sparse_attention
         return attend(q, k, v, plan, scale=scale)[0]
+
+
+def _box(name: str, value: object) -> Box:
+    """Three whole numbers, along time, height and width.
+
+    Raises:
+        ValueError: they are not.
+    """
+    found = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(found) != 3 or any(not isinstance(x, int) or x < 1 for x in found):
+        raise ValueError(f"{name} must be three positive integers (t, h, w), got {value!r}")
+    return found[0], found[1], found[2]
 
 
 @torch.library.custom_op("block_sparse_backend::video_attention", mutates_args=())
@@ -138,48 +181,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float | None, settings: str) -> Te
 @functools.cache
 def _of_text(settings: str) -> VideoAttention:
     return VideoAttention(*ast.literal_eval(settings))
-
-
-class Plans(Generic[Plan]):
-    """Plans that are kept for the calls that follow, on any stream: the last 64, and for good those
-    that a CUDA graph has seen.
-
-    Args:
-        make: makes a plan on a device, from values that say which.
-    """
-
-    def __init__(self, make: Callable[..., Plan]) -> None:
-        self._make = make
-        self._kept: dict[tuple[Any, ...], Plan] = {}
-        self._in_graphs: dict[tuple[Any, ...], Plan] = {}
-        self._lock = threading.Lock()
-
-    def of(self, device: torch.device, *key: Any) -> Plan:
-        """The plan for a device and values. One that is first needed in a capture belongs to the
-        graph, whose replay makes it, and is not kept."""
-        at = (device, *key)
-        plan = self._in_graphs.get(at) or self._kept.get(at)
-        if is_capturing(device):
-            if plan is None:
-                return self._make(device, *key)
-            self._in_graphs[at] = plan
-        elif plan is None:
-            plan = self._make(device, *key)
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-            with self._lock:
-                while len(self._kept) >= _KEPT:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[at] = plan
-        return plan
-
-
-def _dense_plan(
-    device: torch.device, m: int, n: int, heads: int, batch: int, block_m: int, block_n: int
-) -> BlockPlan:
-    return intervals.dense(
-        m, n, heads, batch=batch, block_m=block_m, block_n=block_n, device=device
-    )
 
 
 def _tile_plan(
@@ -211,5 +212,4 @@ def _tile_plan(
     return order, plan
 
 
-_dense_plans = Plans(_dense_plan)
-_tile_plans = Plans(_tile_plan)
+_tile_plans = kept.Plans(_tile_plan)

@@ -11,6 +11,6 @@ from torch import Tensor
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.variants.sage import Quantised
 
-QuantisedRun: TypeAlias = Callable[[Quantised, BlockPlan, float, Tensor, Tensor], None]
-"""Of inputs, plan and scale; fills ``out`` [B, H, M, D] and ``lse`` [B, H, M],
-contiguous."""
+QuantisedRun: TypeAlias = Callable[[Quantised, BlockPlan, float, Tensor, Tensor | None], None]
+"""Of inputs, plan and scale; fills ``out`` [B, H, M, D] and ``lse`` [B, H, M], contiguous; of
+packed sequences there is no LSE."""

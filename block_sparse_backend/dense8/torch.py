@@ -18,5 +18,6 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
     return run
 
 
-def run(x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor) -> None:
+def run(x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor | None) -> None:
+    assert lse is not None
     exact.run(BlockSparseInputs(*dequantised(x), plan, scale, out, lse))

@@ -24,7 +24,7 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
     d, bm, bn = spec.dim, spec.block_m, spec.block_n
     value_block = (d, bn) if spec.mode.fp8_values else (bn, d)
 
-    def run(x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor) -> None:
+    def run(x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor | None) -> None:
         launch(
             (len(plan.work), 1, 1),
             q_desc=descriptor(x.q, (bm, d)),
@@ -35,18 +35,19 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedRun:
             q_scale_ptr=x.q_scale,
             k_scale_ptr=x.k_scale,
             v_scale_ptr=x.v_scale,
-            v_mean_ptr=x.v_mean,
+            v_offset_ptr=x.v_offset,
             shift_ptr=x.shift,
             rows_ptr=plan.rows,
             cols_ptr=plan.cols,
             work_ptr=plan.work,
             sequences_ptr=plan.sequences if plan.is_packed else None,
+            first_blocks_ptr=plan.first_blocks,
             # a hook that reads nothing gets what is there
             mask_aux_ptr=plan.cols if plan.mask_aux is None else plan.mask_aux,
             softmax_scale=float(scale),
             q_len=x.q.shape[2],
             kv_len=x.k.shape[2],
-            q_position=x.k.shape[2] - x.q.shape[2],
+            key_blocks=x.k_scale.shape[2],
         )
 
     return run
@@ -70,10 +71,10 @@ def attention_kernel(params: TritonParams, spec: QuantisedSpec) -> KernelLaunch:
         "D": spec.dim,
         "BLOCK_M": spec.block_m,
         "BLOCK_N": spec.block_n,
+        "SPAN": mode.span(spec.block_n),
         "STAGES": params.num_stages,
         "HAS_PARTIAL": spec.has_partial,
         "P_LOG2": math.log2(E4M3_MAX) if mode.fp8_values else 0.0,
-        "PER_THREAD": mode.groups == "per_thread",
         "values": kernels.e4m3_values if mode.fp8_values else kernels.half_values,
         "mask": spec.mask.kernel,
     }

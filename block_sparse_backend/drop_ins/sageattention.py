@@ -10,20 +10,21 @@ taken and change nothing.
 from __future__ import annotations
 
 import functools
-from typing import cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_shape
+from backend_core.contracts import expect_device, expect_shape
 from block_sparse_backend.block_sparse import empty_output
-from block_sparse_backend.plan import intervals
+from block_sparse_backend.plan import kept
 from block_sparse_backend.sage import default_blocks, packed_attention, quantised_attention
-from block_sparse_backend.variants.sage import Groups, SageMode
+from block_sparse_backend.variants.sage import SageMode
 
 DEFAULT_MODE = SageMode()
 _packed = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
 Result = Tensor | tuple[Tensor, Tensor]
+Groups = Literal["per_warp", "per_thread"]
 
 
 def sageattn(
@@ -76,7 +77,7 @@ def sageattn(
     q, k, v = heads_first(tensor_layout, q, k, v)
     (q, k, v), d, sm_scale = _padded(q, k, v, sm_scale)
     if torch.compiler.is_compiling():
-        out, lse = _opaque(q, k, v, is_causal, sm_scale, mode.groups, mode.fp8_values)
+        out, lse = _opaque(q, k, v, is_causal, sm_scale, mode.fp8_values)
     else:
         out, lse = _attend(q, k, v, is_causal, sm_scale, mode)
     out = out[..., :d]
@@ -87,17 +88,10 @@ def sageattn(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mode: SageMode
 ) -> tuple[Tensor, Tensor]:
-    block_m, block_n = default_blocks(q.device)
-    make = intervals.causal if is_causal else intervals.dense
-    plan = make(
-        q.shape[2],
-        k.shape[2],
-        q.shape[1],
-        batch=q.shape[0],
-        block_m=block_m,
-        block_n=block_n,
-        device=q.device,
-    )
+    expect_device("k", k, q.device)
+    (b, h, m, _), n = q.shape, k.shape[2]
+    plans = kept.causal if is_causal else kept.dense
+    plan = plans.of(q.device, m, n, h, b, *default_blocks(q.device))
     return quantised_attention(q, k, v, plan, scale=scale, mode=mode)
 
 
@@ -108,11 +102,10 @@ def _opaque(
     v: torch.Tensor,
     is_causal: bool,
     scale: float,
-    groups: str,
     fp8_values: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``_attend`` as torch.compile sees it, which traces no further."""
-    return _attend(q, k, v, is_causal, scale, SageMode(cast(Groups, groups), fp8_values))
+    return _attend(q, k, v, is_causal, scale, SageMode(fp8_values))
 
 
 @_opaque.register_fake
@@ -189,12 +182,13 @@ def _qk_int8_cuda(
     smooth_v: bool = False,
     return_lse: bool = False,
 ) -> Result:
-    mode = SageMode(qk_quant_gran, fp8_values)
+    _check_groups(qk_quant_gran)
+    mode = SageMode(fp8_values)
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
 
 
 sageattn_qk_int8_pv_fp8_cuda = functools.partial(_qk_int8_cuda, True)
-"""``sageattn`` with scales ``"per_warp"`` or ``"per_thread"`` and values in e4m3."""
+"""``sageattn``, whose scales are finer than ``"per_warp"`` and ``"per_thread"`` ones."""
 sageattn_qk_int8_pv_fp16_cuda = functools.partial(_qk_int8_cuda, False)
 """``sageattn_qk_int8_pv_fp8_cuda`` with values in 16 bits."""
 
@@ -212,8 +206,8 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
     return_lse: bool = False,
 ) -> Result:
     """``sageattn_qk_int8_pv_fp8_cuda`` without ``smooth_v``."""
-    mode = SageMode(qk_quant_gran)
-    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
+    _check_groups(qk_quant_gran)
+    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse)
 
 
 def sageattn_qk_int8_pv_fp16_triton(
@@ -227,10 +221,15 @@ def sageattn_qk_int8_pv_fp16_triton(
     smooth_k: bool = True,
     return_lse: bool = False,
 ) -> Result:
-    """``sageattn`` with values in 16 bits, and a scale for 16 queries where the original has one
+    """``sageattn`` with values in 16 bits, and a scale for each query where the original has one
     for 128."""
     mode = SageMode(fp8_values=False)
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
+
+
+def _check_groups(groups: str) -> None:
+    if groups not in ("per_warp", "per_thread"):
+        raise ValueError(f'qk_quant_gran must be "per_warp" or "per_thread", got {groups!r}')
 
 
 def _one(name: str, given: Tensor | None, other: str, value: Tensor | None) -> Tensor:

@@ -22,20 +22,15 @@ import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_device
+from backend_core.launch.streams import is_elsewhere, run_there
 from block_sparse_backend.drop_ins.sageattention import DEFAULT_MODE, heads_first, refuse_mask
-from block_sparse_backend.plan.block_plan import (
-    FULL,
-    PARTIAL,
-    BlockPlan,
-    from_kinds,
-    uniform_sequences,
-)
+from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice, PerHead
+from block_sparse_backend.plan.predicted import from_map
 from block_sparse_backend.sage import predicted_attention, quantised_attention
 from block_sparse_backend.variants.sage import SageMode
 
 _predicted = torch.compiler.disable(predicted_attention)  # type: ignore[no-untyped-call]
-_quantised = torch.compiler.disable(quantised_attention)  # type: ignore[no-untyped-call]
 Result = Tensor | tuple[Tensor, float] | tuple[Tensor, Tensor]
 Threshold = float | Sequence[float] | Tensor
 """A number for all heads, or a list or tensor with one for each query head. Within a CUDA graph's
@@ -159,16 +154,33 @@ def block_sparse_sage2_attn_cuda(
         raise ValueError(f"mask_id must have one of the shapes {list(shapes)}, got {got}")
     expect_device("mask_id", mask_id, q.device)
     block_m, block_n = shapes[got]
-    kinds = torch.where(mask_id != 0, FULL, 0).to(torch.int8)
-    if n % block_n:
-        kinds[..., -1] *= PARTIAL
-    if attention_sink:
-        kinds[..., 0] = torch.where(kinds[..., 0] == 0, PARTIAL, kinds[..., 0])
-    sequences = uniform_sequences(b, m, n, q.device)
-    plan = from_kinds(kinds, h, sequences, block_m, block_n)
-    attend = _quantised if torch.compiler.is_compiling() else quantised_attention
-    result = (*attend(q, k, v, plan, scale=scale), plan)
+    attend = _mapped if torch.compiler.is_compiling() else mapped_attention
+    result = attend(q, k, v, mask_id, (block_m, block_n), attention_sink, scale)
     return _returned(result, tensor_layout, output_dtype, return_sparsity, return_lse)
+
+
+def mapped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Tensor,
+    blocks: tuple[int, int],
+    keep_first: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, BlockPlan]:
+    """Output and LSE of ``quantised_attention`` over the blocks of a map, and its plan.
+
+    Args:
+        kept, keep_first: as ``from_map`` takes them.
+        blocks: queries in a tile and keys in a block.
+    """
+    if is_elsewhere(q):
+        return run_there(q, mapped_attention, locals())
+    plan = from_map(kept, (q.shape[2], k.shape[2]), blocks, keep_first)
+    return (*quantised_attention(q, k, v, plan, scale=scale), plan)
+
+
+_mapped = torch.compiler.disable(mapped_attention)  # type: ignore[no-untyped-call]
 
 
 def _of_heads(name: str, given: Threshold, heads: int) -> PerHead:

@@ -2,22 +2,46 @@
 
 diffusers (0.42.1) keeps its attention backends in a closed ``str`` enumeration and a dictionary,
 without an entry point: ``enable`` adds a member of its own, and nothing that was there changes.
-Cross-attention stays with diffusers' ``native`` backend, which is torch's. So does self-attention
-with a mask that hides anything, which is reported once (`backend_core.strict`); a mask that hides
-nothing is none.
+Which calls are self-attention follows from the names of a model's attention modules, whatever the
+lengths of queries and keys: all others keep the backend that they had. What is not served runs in
+diffusers' ``native`` backend, which is torch's, and is reported once (`backend_core.strict`):
+self-attention with a mask that hides anything, causal, with dropout, or of another dtype or head
+size than ``VideoAttention`` takes. A mask that hides nothing is none; to know that it is read on
+the host, and within a CUDA graph's capture it counts as one that hides something.
 """
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
 from block_sparse_backend.video import VideoAttention
 
-_registered: dict[VideoAttention, str] = {}
+SELF = frozenset({"attn", "attn1", "attention", "self_attn", "self_attention"})
+"""Names of modules of self-attention, where ``is_cross_attention`` says nothing else."""
+TEXT_BEHIND = {
+    "ChronoEditTransformer3DModel": False,
+    "HunyuanVideo15Transformer3DModel": True,
+    "HunyuanVideoTransformer3DModel": True,
+    "LTX2VideoTransformer3DModel": False,
+    "LTXVideoTransformer3DModel": False,
+    "SkyReelsV2Transformer3DModel": False,
+    "WanTransformer3DModel": False,
+    "WanVACETransformer3DModel": False,
+}
+"""Models whose self-attention begins with the video's tokens in their order, which sliding tiles
+need, and whether text follows."""
+BLOCKS = ("blocks.", "vace_blocks.", "transformer_blocks.", "single_transformer_blocks.")
+"""Where in these models the self-attention of the video is."""
+_registered: dict[tuple[VideoAttention, bool], str] = {}
+_calls: dict[str, Callable[..., Tensor]] = {}
 
 
 def enable(transformer: Any, attention: VideoAttention) -> str:
@@ -30,41 +54,70 @@ def enable(transformer: Any, attention: VideoAttention) -> str:
         transformer: a diffusers model whose attention processors have a backend of their own.
 
     Returns:
-        The name of the backend, which ``set_attention_backend`` and the context manager
-        ``attention_backend`` of diffusers take from now on.
+        The name of the backend, by which reports call it. ``set_attention_backend`` would give it
+        to cross-attention too.
 
     Raises:
-        ValueError: the model has no ``set_attention_backend``, or no processor with a backend.
-            CogVideoX, Mochi and Stable Diffusion 3 are such: their processors call torch.
+        ValueError: the model has no ``set_attention_backend``, or no self-attention whose processor
+            has a backend; CogVideoX, Mochi and Stable Diffusion 3 are such, whose processors call
+            torch. Or sliding tiles are asked for and the order of its tokens is not known.
     """
+    model = type(transformer).__name__
     if not hasattr(transformer, "set_attention_backend"):
+        raise ValueError(f"transformer must have set_attention_backend, got {model}")
+    is_tiled = attention.kind == "sliding_tile"
+    if is_tiled and model not in TEXT_BEHIND:
         raise ValueError(
-            f"transformer must have set_attention_backend, got {type(transformer).__name__}"
+            "sliding tiles need a transformer whose self-attention begins with the video's tokens,"
+            f" one of {', '.join(TEXT_BEHIND)}, got {model}"
         )
-    if attention not in _registered:
-        name = f"kda_dsv4_{attention.kind}_{len(_registered)}"
-        _register(name, attention)
-        _registered[attention] = name
+    processors = {
+        name: module.processor
+        for name, module in transformer.named_modules()
+        if hasattr(getattr(module, "processor", None), "_attention_backend")
+    }
+    ours = {
+        name: processor
+        for name, processor in processors.items()
+        if _is_self(transformer.get_submodule(name), name, is_tiled)
+    }
+    if not ours:
+        raise ValueError(
+            "transformer must have self-attention whose processors have a backend of their own,"
+            f" got {model}, which is not served"
+        )
+    from diffusers.models.attention_dispatch import AttentionBackendName
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
-    name = _registered[attention]
+    key = (attention, TEXT_BEHIND.get(model, True))
+    if key not in _registered:
+        name = f"kda_dsv4_{attention.kind}_{len(_registered)}"
+        _register(name, *key)
+        _registered[key] = name
+    name = _registered[key]
+    before = {id(x): x._attention_backend for x in processors.values()}
     active = registry._active_backend
-    transformer.set_attention_backend(name)
-    # which is also made the one of every model in the process that was given none
+    transformer.set_attention_backend(name)  # which refuses what diffusers does not allow
+    # and which is also made the one of every model in the process that was given none
     registry.set_active_backend(active)
-    processors = [getattr(module, "processor", None) for module in transformer.modules()]
-    if not any(getattr(x, "_attention_backend", None) == name for x in processors):
-        model = type(transformer).__name__
-        calls = (getattr(type(x).__call__, "__code__", None) for x in processors)
-        if any("dispatch_attention_fn" in code.co_names for code in calls if code is not None):
-            advice = f"may be called within attention_backend({name!r})"
-        else:
-            advice = "is not served: its processors call torch's attention themselves"
-        raise ValueError(
-            "transformer must have attention processors with a backend of their own, got"
-            f" {model}, which {advice}"
-        )
+    for processor in processors.values():
+        previous = before[id(processor)]
+        if getattr(previous, "value", previous) in _calls:
+            previous = None  # of an earlier call of this function
+        processor._attention_backend = previous
+    others = {id(x) for module, x in processors.items() if module not in ours}
+    for module, processor in ours.items():
+        if id(processor) in others:  # one that all modules share
+            processor = transformer.get_submodule(module).processor = copy.copy(processor)
+        processor._attention_backend = AttentionBackendName(name)
     return name
+
+
+def _is_self(module: Any, name: str, is_tiled: bool) -> bool:
+    """Whether a module of this name is self-attention; with tiles, of the video."""
+    if getattr(module, "is_cross_attention", None) or name.rpartition(".")[2] not in SELF:
+        return False
+    return not is_tiled or name.startswith(BLOCKS)
 
 
 def _is_full(mask: Tensor) -> bool:
@@ -72,7 +125,7 @@ def _is_full(mask: Tensor) -> bool:
     return bool((mask if mask.dtype == torch.bool else mask == 0).all())
 
 
-def _register(name: str, attention: VideoAttention) -> None:
+def _register(name: str, attention: VideoAttention, has_text: bool) -> None:
     from diffusers.models import attention_dispatch as dispatch
 
     names = dispatch.AttentionBackendName
@@ -81,6 +134,46 @@ def _register(name: str, attention: VideoAttention) -> None:
     names._member_map_[member._name_] = member
     names._member_names_.append(member._name_)
     names._value2member_map_[name] = member
+    native = dispatch._AttentionBackendRegistry._backends[names.NATIVE]
+
+    def refusal(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
+    ) -> str | None:
+        """Why a call is not served."""
+        hides = mask is not None and (is_capturing(q.device) or not _is_full(mask))
+        if hides or is_causal or dropout:
+            got = f"{'a mask' if hides else 'none'}, {is_causal} and {dropout}"
+            return f"self-attention must have no mask, causality or dropout for {name}, got {got}"
+        if attention.canvas is not None and q.shape[1] != k.shape[1]:
+            return f"sliding tiles need as many keys as queries, got {k.shape[1]} and {q.shape[1]}"
+        return attention.refusal(q, k, v)
+
+    def call(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        if attention.canvas is not None and not has_text:
+            tokens = math.prod(attention.canvas)
+            if query.shape[1] != tokens:
+                raise ValueError(
+                    f"the video must have the {tokens} tokens of canvas {attention.canvas}, got"
+                    f" {query.shape[1]}"
+                )
+        why = refusal(query, key, value, attn_mask, dropout_p, is_causal)
+        if why is None:
+            return attention(query, key, value, scale)
+        fallback(why)
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        out: Tensor = native(
+            query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **options
+        )
+        return out
 
     def attend(
         query: Tensor,
@@ -93,25 +186,33 @@ def _register(name: str, attention: VideoAttention) -> None:
         enable_gqa: bool = False,
     ) -> Tensor:
         """[B, L, H, D] in and out."""
-        if query.shape[:2] == key.shape[:2]:
-            hides = attn_mask is not None and not _is_full(attn_mask)
-            if not (hides or is_causal or dropout_p):
-                return attention(query, key, value, scale)
-            fallback(
-                f"self-attention must have no mask, causality or dropout for {name}, got"
-                f" {'a mask' if hides else 'none'}, {is_causal} and {dropout_p}"
-            )
-        out: Tensor = native(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return out
+        options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if torch.compiler.is_compiling():
+            out: Tensor = _opaque(query, key, value, *options, name)
+            return out
+        return call(query, key, value, *options)
 
-    native = dispatch._AttentionBackendRegistry._backends[names.NATIVE]
+    _calls[name] = call
     dispatch._AttentionBackendRegistry.register(member)(attend)
+
+
+@torch.library.custom_op("block_sparse_backend::diffusers_attention", mutates_args=())
+def _opaque(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    name: str,
+) -> torch.Tensor:
+    """A call as torch.compile sees it, which traces no further: a mask is read on the host."""
+    options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _calls[name](query, key, value, *options).contiguous()
+
+
+@_opaque.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])

@@ -23,12 +23,16 @@ from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 from torch import Tensor
 from torch.nn import functional
 
+from backend_core.strict import fallback
 from block_sparse_backend.engines.sglang_diffusion import MAX_HEAD_SIZE
 from block_sparse_backend.plan.token_order import Box
 from block_sparse_backend.video import VideoAttention
 
 HEAD_SIZES = list(range(1, MAX_HEAD_SIZE + 1))
 TILE = (6, 8, 8)
+VIDEO_FIRST = {"HunyuanVideoConfig", "LTX2Config", "MOVAVideoConfig", "WanVideoConfig"}
+"""sglang's configurations of models whose self-attention is over the video's tokens in their order,
+and of text behind them."""
 
 
 def configuration() -> dict[str, Any]:
@@ -62,8 +66,8 @@ def windows_of(value: Any) -> tuple[Box, ...]:
 
 
 class _Impl(AttentionImpl):  # type: ignore[misc]
-    """Self-attention through ``VideoAttention``; cross-attention, causal calls and what is known to
-    be of text alone through torch."""
+    """Self-attention through ``VideoAttention``, and through torch all that is not by its layer,
+    causal calls, and what ``VideoAttention`` does not take (reported once)."""
 
     def __init__(
         self,
@@ -80,7 +84,9 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         self.softmax_scale = softmax_scale
         self.causal = causal
         self.prefix = prefix
-        self.is_cross = bool(extra_impl_args.get("is_cross_attention", False))
+        self.is_cross = bool(extra_impl_args.get("is_cross_attention", False)) or any(
+            part == "attn2" or "cross" in part for part in prefix.split(".")
+        )
         self.config = configuration()
         self.eight_bit = bool(self.config.get("eight_bit", True))
         self.prepare()
@@ -93,27 +99,21 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         raise NotImplementedError
 
     def serves(self, query: Tensor, key: Tensor, metadata: AttentionMetadata | None) -> bool:
-        """Whether a call that is neither causal nor a cross-attention by its layer runs here."""
-        return query.shape == key.shape
+        """Whether a call that is neither causal nor a cross-attention by its layer runs here: other
+        keys than queries are none of the whole video."""
+        return query.shape[1] == key.shape[1]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: AttentionMetadata
     ) -> Tensor:
-        """[B, L, H, D] in and out.
-
-        Raises:
-            ValueError: self-attention in another dtype than bf16 and fp16.
-        """
-        is_self = not (self.causal or self.is_cross)
-        if is_self and self.serves(query, key, attn_metadata):
-            if query.dtype not in (torch.float16, torch.bfloat16):
-                raise ValueError(f"query must be bfloat16 or float16, got {query.dtype}")
+        """[B, L, H, D] in and out."""
+        if not (self.causal or self.is_cross) and self.serves(query, key, attn_metadata):
             attend = self.attention(query.shape[2], attn_metadata)
-            size = query.shape[3]
-            if size not in (64, 128):  # zeros add nothing to a product
-                pad = (0, (64 if size < 64 else 128) - size)
-                query, key, value = (functional.pad(x, pad) for x in (query, key, value))
-            return attend(query, key, value, self.softmax_scale)[..., :size].contiguous()
+            why = attend.refusal(query, key, value)
+            if why is None:
+                return attend(query, key, value, self.softmax_scale).contiguous()
+            if not torch.compiler.is_compiling():
+                fallback(why)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         out = functional.scaled_dot_product_attention(
             q, k, v, is_causal=self.causal, scale=self.softmax_scale, enable_gqa=True
@@ -139,7 +139,7 @@ class DenseImpl(_Impl):
 
     def serves(self, query: Tensor, key: Tensor, metadata: AttentionMetadata | None) -> bool:
         """By default each of two GPUs has half of the queries and all keys."""
-        return key.shape[1] >= query.shape[1] and query.shape[2:] == key.shape[2:]
+        return key.shape[1] >= query.shape[1]
 
     def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
         return VideoAttention("dense", eight_bit=self.eight_bit)
@@ -156,6 +156,17 @@ class SlidingTileMetadata(AttentionMetadata):  # type: ignore[misc]
 
     canvas: Box
     windows: Sequence[Sequence[Any]] | None
+
+
+def expect_video_first() -> None:
+    """Raises ValueError: the tokens of the server's model do not, or not surely, begin with the
+    video's."""
+    model = type(get_global_server_args().pipeline_config.dit_config)
+    if not VIDEO_FIRST & {known.__name__ for known in model.__mro__}:
+        raise ValueError(
+            "sliding_tile_attn needs a model whose tokens begin with the video's, one of"
+            f" {', '.join(sorted(VIDEO_FIRST))}, got {model.__name__}"
+        )
 
 
 class SlidingTileMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -176,8 +187,9 @@ class SlidingTileMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc
                 another along time (HunyuanVideo).
 
         Raises:
-            ValueError: the latent is not a video's.
+            ValueError: the latent is not a video's, or the model's tokens may begin with text.
         """
+        expect_video_first()
         if isinstance(patch_size, int):
             model = get_global_server_args().pipeline_config.dit_config
             along_time = getattr(model, "patch_size_t", None)
@@ -202,11 +214,13 @@ class SlidingTileImpl(_Impl):
         self.tile = box("tile", self.config.get("tile", TILE))
 
     def serves(self, query: Tensor, key: Tensor, metadata: AttentionMetadata | None) -> bool:
-        """Fewer tokens than the video has are text's alone."""
+        """Fewer tokens than the video has are text's alone, and a layer's name says what is of
+        sound."""
         is_text = isinstance(metadata, SlidingTileMetadata) and query.shape[1] < math.prod(
             metadata.canvas
         )
-        return query.shape == key.shape and not is_text
+        is_sound = "audio" in self.prefix
+        return query.shape[1] == key.shape[1] and not (is_text or is_sound)
 
     def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
         if not isinstance(metadata, SlidingTileMetadata):

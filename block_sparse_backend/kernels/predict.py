@@ -9,6 +9,7 @@ the quantisers, which read the same tokens.
 import triton
 import triton.language as tl
 
+from block_sparse_backend.kernels.plans import store_row
 from block_sparse_backend.kernels.quantise import add_to_pool, store_pool
 
 LEAST = tl.constexpr(-126.0)  # log2 of a weight that is not 0, over the largest of its row
@@ -22,6 +23,7 @@ def pool_kernel(
     sums_ptr,
     likeness_ptr,
     length,
+    blocks,
     stride_x_b,
     stride_x_h,
     stride_x_n,
@@ -36,9 +38,9 @@ def pool_kernel(
 
     sums float32 [B, H, blocks, D], of x - mean (of x without HAS_MEAN); likeness [B, H, blocks]. A
     program of one warp walks a block STEP tokens at a time, without a barrier.
-    Grid: (blocks, B * H).
+    Grid: (blocks * B * H,).
     """
-    i_n, i_bh = tl.program_id(0), tl.program_id(1)
+    i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     o_d = tl.arange(0, D)
     at = (i_bh // HEADS).to(tl.int64) * stride_x_b + (i_bh % HEADS).to(tl.int64) * stride_x_h
     total, centre = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
@@ -53,7 +55,7 @@ def pool_kernel(
             b_x = tl.where(m_n, b_x - mean, 0.0)
         total, centre = add_to_pool(total, centre, b_x, HAS_LIKENESS)
     count = tl.minimum(length - i_n * BLOCK, BLOCK).to(tl.float32)
-    block = i_bh.to(tl.int64) * tl.num_programs(0) + i_n
+    block = i_bh.to(tl.int64) * blocks + i_n
     store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS)
 
 
@@ -85,9 +87,11 @@ def score_kernel(
     Without IS_CENTRED the mean of the block in the middle is taken out of all keys, which changes
     all scores of a row alike. Factors, the queries' with the scale in them, have 22 bits in three
     products of fp16; with one of 65,504 or more there is no score.
-    Grid: (tiles over ROWS, blocks over COLS, B * H); what no query of a tile sees is not written.
+    Grid: (tiles over ROWS * blocks over COLS * B * H,); what no query of a tile sees is not
+    written.
     """
-    i_r, i_c, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_r, i_c = tl.program_id(0) % tl.cdiv(tiles, ROWS), tl.program_id(0) // tl.cdiv(tiles, ROWS)
+    i_c, i_bh = i_c % tl.cdiv(blocks, COLS), i_c // tl.cdiv(blocks, COLS)
     if IS_CAUSAL and i_c * COLS * BLOCK_N >= (i_r + 1) * ROWS * BLOCK_M + q_position:
         return
     kv_row = (i_bh // HEADS) * (HEADS // GROUP) + (i_bh % HEADS) // GROUP
@@ -192,14 +196,13 @@ def select_blocks_kernel(
     that do not resemble themselves or have no score (NaN), and what the causal mask cuts. Without
     HAS_LIKENESS all resemble themselves. PER_HEAD: ``min_likeness`` and ``amount`` are those of
     ``of_heads`` [2, H].
-    Grid: (tiles, B * H).
+    Grid: (tiles * B * H,).
     """
-    i_m, i_bh = tl.program_id(0), tl.program_id(1)
+    i_m, i_bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     row = i_bh.to(tl.int64) * tiles + i_m
     if PER_HEAD:
         min_likeness = tl.load(of_heads_ptr + i_bh % HEADS)
         amount = tl.load(of_heads_ptr + HEADS + i_bh % HEADS)
-    # columns 32 by 32, whose running count takes a fifth of the shuffles of one long row's
     o_c = tl.arange(0, WIDTH // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     end, whole_end = blocks, kv_len // BLOCK_N
     if IS_CAUSAL:
@@ -226,16 +229,7 @@ def select_blocks_kernel(
     if IS_CAUSAL:
         keep = keep | (o_c >= cut)
     keep = (keep & exists).to(tl.int32)
-    # blocks that are not whole are the last ones, so ascending columns have FULL before PARTIAL
-    of_row = tl.sum(keep, 1)
-    place = tl.cumsum(keep, 1) + (tl.cumsum(of_row, 0) - of_row)[:, None]
-    n_full, n_kept = tl.sum(tl.where(o_c < whole_end, keep, 0)), tl.sum(keep)
-    begin = row * blocks
-    tl.store(cols_ptr + begin - 1 + place, o_c, mask=keep == 1)
-    tl.store(rows_ptr + 4 * row, begin.to(tl.int32))
-    tl.store(rows_ptr + 4 * row + 1, (begin + n_full).to(tl.int32))
-    tl.store(rows_ptr + 4 * row + 2, (begin + n_kept).to(tl.int32))
-    tl.store(rows_ptr + 4 * row + 3, 0)
+    store_row(keep, o_c, whole_end, row, rows_ptr, cols_ptr, blocks)
 
 
 @triton.jit
@@ -252,9 +246,9 @@ def order_rows_kernel(
     """work [B * H * tiles, 4] of a plan with a row for each tile, as ``block_plan.work_list`` makes
     it: head after head, the longest rows first and of equals the first; and sequences [B, 6].
 
-    A row's place is the number of rows before it. Grid: (tiles over BLOCK, B * H).
+    A row's place is the number of rows before it. Grid: (tiles over BLOCK * B * H,).
     """
-    i_c, i_bh = tl.program_id(0), tl.program_id(1)
+    i_c, i_bh = tl.program_id(0) % tl.cdiv(tiles, BLOCK), tl.program_id(0) // tl.cdiv(tiles, BLOCK)
     base = i_bh.to(tl.int64) * tiles
     o_m = i_c * BLOCK + tl.arange(0, BLOCK)
     m_m = o_m < tiles

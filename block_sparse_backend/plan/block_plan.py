@@ -40,6 +40,9 @@ class BlockPlan:
         mask, mask_aux: what of a PARTIAL block is attended.
         is_packed: sequences follow one another in a tensor, so what lies beyond the end of one is
             another's.
+        key_blocks: of packed sequences, int32 [K, 3]: first key, number of keys and sequence of
+            each block of keys; blocks without keys stand last.
+        first_blocks: of packed sequences, int32 [S + 1], where in ``key_blocks`` each begins.
     """
 
     rows: Tensor
@@ -53,6 +56,8 @@ class BlockPlan:
     mask: Mask = masks.everything
     mask_aux: Tensor | None = None
     is_packed: bool = False
+    key_blocks: Tensor | None = None
+    first_blocks: Tensor | None = None
 
     def __post_init__(self) -> None:
         """All tensors are on one device, which is what operators look at.
@@ -66,6 +71,8 @@ class BlockPlan:
             ("work", self.work),
             ("sequences", self.sequences),
             ("mask_aux", self.mask_aux),
+            ("key_blocks", self.key_blocks),
+            ("first_blocks", self.first_blocks),
         ):
             if x is not None and x.device != device:
                 raise ValueError(f"the plan's {name} must be on {device}, got {x.device}")

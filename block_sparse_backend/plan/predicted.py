@@ -15,7 +15,7 @@ from torch import Tensor
 from backend_core.autocast import without_autocast
 from backend_core.contracts import expect_device, expect_kernel_device
 from backend_core.launch.streams import is_elsewhere, run_there
-from block_sparse_backend.contract import MAX_ROWS
+from block_sparse_backend.kernels import plans
 from block_sparse_backend.kernels import predict as kernels
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import (
@@ -23,14 +23,14 @@ from block_sparse_backend.plan.block_plan import (
     PARTIAL,
     BlockPlan,
     compact,
+    from_kinds,
     uniform_sequences,
     work_list,
 )
 from block_sparse_backend.plan.choice import Choice, PerHead
-from block_sparse_backend.prepared import prepared
+from block_sparse_backend.prepared import has_kernels, prepared
 from block_sparse_backend.spec import LOG2_E
 from block_sparse_backend.variants import masks
-from block_sparse_backend.variants.column_stats import has_kernels
 from block_sparse_backend.variants.pooled import Pooled, pool
 
 SCORE_ROWS, SCORE_COLS, SCORE_WARPS = 128, 64, 4
@@ -80,6 +80,11 @@ def predict(
     choice.check_heads(q.shape[1])
     check_size(q, k, block_m, block_n)
     chosen = path_of(q, path)
+    d = q.shape[3]
+    scale = d**-0.5 if scale is None else scale
+    if chosen == "triton" and (d < 16 or d & (d - 1)):
+        pad = (0, max(16, triton.next_power_of_2(d)) - d)  # zeros add nothing to a product
+        q, k = (torch.nn.functional.pad(x, pad) for x in (q, k))
     pooled = pool(q, k, (block_m, block_n), choice.has_likeness, chosen)
     return from_pooled(pooled, choice, scale, chosen)
 
@@ -102,15 +107,12 @@ def check_size(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
     """Columns of a predicted plan are numbered in int32.
 
     Raises:
-        ValueError: there would be 2^31 or more, there is no token, or there are more heads than
-            a grid takes.
+        ValueError: there would be 2^31 or more, or there is no token.
     """
     for name, x in (("q", q), ("k", k)):
         if not x.numel():
             raise ValueError(f"{name} must have at least one token, got shape {list(x.shape)}")
     b, h, m, _ = q.shape
-    if b * h > MAX_ROWS:
-        raise ValueError(f"q must have at most {MAX_ROWS} heads over its whole batch, got {b * h}")
     total = b * h * -(-m // block_m) * -(-k.shape[2] // block_n)
     if total >= 1 << 31:
         raise ValueError(
@@ -122,13 +124,13 @@ def check_size(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
 def from_pooled(
     x: Pooled,
     choice: Choice,
-    scale: float | None = None,
-    path: str | None = None,
+    scale: float,
+    path: str,
 ) -> BlockPlan:
     """The plan for pooled queries and keys, without a read of the device; see ``predict``."""
-    h, d, n = x.q_sums.shape[1], x.q_sums.shape[3], x.lengths[1]
-    scale_log2 = (d**-0.5 if scale is None else scale) * LOG2_E
-    if path_of(x.q_sums, path) == "torch":
+    h, n = x.q_sums.shape[1], x.lengths[1]
+    scale_log2 = scale * LOG2_E
+    if path == "torch":
         rows, cols, work, sequences = _with_torch(x, choice, scale_log2)
     else:
         rows, cols, work, sequences = _with_kernels(x, choice, scale_log2)
@@ -166,7 +168,7 @@ def scores(x: Pooled, is_causal: bool, scale_log2: float) -> Tensor:
         "IS_CENTRED": x.is_centred,
     }
     prepared(kernels.score_kernel, SCORE_WARPS, **constexprs).launch(
-        (-(-tiles // SCORE_ROWS), -(-blocks // SCORE_COLS), b * h),
+        (-(-tiles // SCORE_ROWS) * -(-blocks // SCORE_COLS) * b * h, 1, 1),
         q_sums_ptr=x.q_sums,
         k_sums_ptr=x.k_sums,
         scores_ptr=found,
@@ -190,7 +192,6 @@ def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor,
     min_likeness, goal = (0.0, 0.0) if of_heads is not None else (choice.min_likeness, choice.goal)
     new = functools.partial(torch.empty, dtype=torch.int32, device=x.q_sums.device)
     rows, cols = new(b * h * tiles, 4), new(b * h * tiles * blocks)
-    work, sequences = new(b * h * tiles, 4), new(b, 6)
     width = max(64, triton.next_power_of_2(blocks))
     has_likeness = choice.has_likeness and x.k_likeness is not None
     constexprs = {
@@ -207,7 +208,7 @@ def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor,
     }
     warps = max(1, width // 1024)  # within one warp a reduction has no barrier
     prepared(kernels.select_blocks_kernel, warps, **constexprs).launch(
-        (tiles, b * h, 1),
+        (tiles * b * h, 1, 1),
         scores_ptr=found,
         q_likeness_ptr=x.q_likeness if has_likeness else found,
         k_likeness_ptr=x.k_likeness if has_likeness else found,
@@ -222,16 +223,63 @@ def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor,
         min_likeness=min_likeness,
         amount=goal,
     )
+    work, sequences = _ordered(rows, (b, h, tiles), (m, n))
+    return rows, cols, work, sequences
+
+
+def _ordered(
+    rows: Tensor, shape: tuple[int, int, int], lengths: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """``work`` and ``sequences`` of a plan with a row for each tile of [B, H, tiles]."""
+    b, h, tiles = shape
+    work, sequences = torch.empty_like(rows), rows.new_empty(b, 6)
     prepared(kernels.order_rows_kernel, 4, HEADS=h, BLOCK=ORDER_ROWS).launch(
-        (-(-tiles // ORDER_ROWS), b * h, 1),
+        (-(-tiles // ORDER_ROWS) * b * h, 1, 1),
         rows_ptr=rows,
         work_ptr=work,
         sequences_ptr=sequences,
         tiles=tiles,
-        q_len=m,
-        kv_len=n,
+        q_len=lengths[0],
+        kv_len=lengths[1],
     )
-    return rows, cols, work, sequences
+    return work, sequences
+
+
+def from_map(
+    kept: Tensor, lengths: tuple[int, int], sizes: tuple[int, int], keep_first: bool
+) -> BlockPlan:
+    """The plan of a map of blocks: bool or int [B, H, tiles, blocks], kept where it is not 0.
+
+    Args:
+        lengths: queries and keys.
+        sizes: queries in a tile and keys in a block.
+        keep_first: keep the first block in any case.
+    """
+    b, h, tiles, blocks = kept.shape
+    (m, n), (block_m, block_n) = lengths, sizes
+    if has_kernels(kept):
+        kept = kept.contiguous()
+        new = functools.partial(torch.empty, dtype=torch.int32, device=kept.device)
+        rows, cols = new(b * h * tiles, 4), new(b * h * tiles * blocks)
+        width = max(64, triton.next_power_of_2(blocks))
+        flags = {"BLOCK_N": block_n, "WIDTH": width, "HAS_SINK": keep_first}
+        prepared(plans.map_rows_kernel, max(1, width // 1024), **flags).launch(
+            (b * h * tiles, 1, 1),
+            map_ptr=kept.view(torch.uint8) if kept.dtype == torch.bool else kept,
+            rows_ptr=rows,
+            cols_ptr=cols,
+            blocks=blocks,
+            kv_len=n,
+        )
+        work, sequences = _ordered(rows, (b, h, tiles), lengths)
+        has_partial = n % block_n != 0
+        return BlockPlan(rows, cols, work, sequences, h, block_m, block_n, has_partial)
+    kinds = (kept != 0).to(torch.int8) * FULL
+    if keep_first:
+        kinds[..., 0] = FULL
+    if n % block_n:
+        kinds[..., -1] *= PARTIAL
+    return from_kinds(kinds, h, uniform_sequences(b, m, n, kept.device), block_m, block_n)
 
 
 @without_autocast

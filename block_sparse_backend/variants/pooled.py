@@ -86,12 +86,13 @@ def _pool(
     flags = {"HAS_MEAN": mean is not None, "HAS_LIKENESS": likeness is not None}
     sizes = {"HEADS": h, "D": d, "BLOCK": block, "STEP": _STEP}
     prepared(kernels.pool_kernel, 1, "x", **sizes, **flags).launch(
-        (sums.shape[2], b * h, 1),
+        (sums.shape[2] * b * h, 1, 1),
         x_ptr=x,
         mean_ptr=sums if mean is None else mean,
         sums_ptr=sums,
         likeness_ptr=sums if likeness is None else likeness,
         length=x.shape[2],
+        blocks=sums.shape[2],
     )
 
 

@@ -6,19 +6,27 @@ kernel multiplies, which is how the torch path and the tests see it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from backend_core.autocast import without_autocast
+from backend_core.ready import Ready
 from block_sparse_backend.kernels import quantise as kernels
+from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.prepared import prepared
-from block_sparse_backend.variants.column_stats import E4M3_MAX, column_mean, value_scales
+from block_sparse_backend.variants.column_stats import (
+    E4M3_MAX,
+    column_mean_of,
+    partial_stats_of,
+)
 from block_sparse_backend.variants.pooled import Pooled
 
-Groups = Literal["per_warp", "per_thread"]
+TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -26,19 +34,16 @@ class SageMode:
     """How inputs are quantised.
 
     Attributes:
-        groups: what shares a scale, ``"per_warp"`` (16 queries; one key block) or ``"per_thread"``
-            (two queries of 16; a quarter of a key block), which is 1 to 12 % more accurate and 3
-            to 16 % slower.
         fp8_values: values in e4m3 without their mean, which is added to the output; else as they
             come, in 16 bits.
     """
 
-    groups: Groups = "per_warp"
     fp8_values: bool = True
 
-    def __post_init__(self) -> None:
-        if self.groups not in ("per_warp", "per_thread"):
-            raise ValueError(f'groups must be "per_warp" or "per_thread", got {self.groups!r}')
+    def span(self, block_n: int) -> int:
+        """Keys of a block among which every fourth pair shares a scale; fewer make a call more
+        accurate and slower."""
+        return min(64 if self.fp8_values else 32, block_n)
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,16 @@ class Quantised:
         q: int8 [B, H, M, D]; k: int8 [B, Hkv, N, D].
         v: e4m3 [B, Hkv, D, N padded to block_n], permuted as ``quantise_values_kernel`` says, or
             the caller's 16-bit [B, Hkv, N, D].
-        q_scale: float32 [B, H, ceil(M / 16), 1 or 8]; k_scale: [B, Hkv, ceil(N / block_n), 1 or 4].
-        v_scale, v_mean: float32 [B, Hkv, D]; 1 and 0 where values stay as they are.
-        shift: float32 [B, H, M], what smooth keys took from every logit of a query.
-        k_mean: float32 [B, Hkv, D].
-        block_n: keys in a group of scales.
+        q_scale: float32 [B, H, M].
+        k_scale: float32 [B, Hkv, ceil(N / block_n), 4 spans + 1], the last the largest of the
+            others; a block has ``block_n / mode.span(block_n)`` spans. Of packed sequences the
+            blocks are those of the plan.
+        v_scale, v_offset: float32 [B, Hkv, D], the latter what is added to the output, mean(v -
+            v_scale v8); ``None`` where values stay as they are.
+        shift: float32 [B, H, M], what smooth keys took from every logit of a query; ``None`` of
+            packed sequences.
+        k_mean: float32 [B, Hkv, D], of packed sequences [S, Hkv, D].
+        block_n: keys in a block.
     """
 
     mode: SageMode
@@ -62,9 +72,9 @@ class Quantised:
     v: Tensor
     q_scale: Tensor
     k_scale: Tensor
-    v_scale: Tensor
-    v_mean: Tensor
-    shift: Tensor
+    v_scale: Tensor | None
+    v_offset: Tensor | None
+    shift: Tensor | None
     k_mean: Tensor
     block_n: int
 
@@ -78,7 +88,7 @@ def quantise(
     block_n: int,
     path: str,
     pooled: Pooled | None = None,
-    sequences: Tensor | None = None,
+    packed: BlockPlan | None = None,
 ) -> Quantised:
     """Quantise [B, H, L, D] views; the arguments were checked.
 
@@ -87,123 +97,152 @@ def quantise(
         block_n: keys in a block of the plan.
         path: ``"torch"`` or ``"triton"``.
         pooled: filled on the way, from ``Pooled.empty`` with this ``block_n``; Triton alone.
-        sequences: ``BlockPlan.sequences`` where batch entry i is to be the packed sequence i, of at
-            most L tokens; Triton and values in e4m3 alone.
+        packed: the plan of packed sequences; Triton and values in 16 bits alone.
     """
     if path == "torch":
-        assert pooled is None and sequences is None
+        assert pooled is None and packed is None
         return _with_torch(q, k, v, mode, scale, block_n)
-    assert sequences is None or mode.fp8_values  # others stay where they are
-    of_q, of_k = (None, None) if sequences is None else (sequences[:, 1:], sequences[:, 3:])
-    k_mean = column_mean(k, of_k)
-    k8, k_scale = _keys(k, k_mean, mode, block_n, pooled, of_k)
-    q8, q_scale, shift = _queries(q, k_mean, mode, scale, pooled, of_q)
-    v8, v_scale, v_mean = v, torch.ones_like(k_mean), torch.zeros_like(k_mean)
-    if mode.fp8_values:
-        v_mean, v_scale, inverse = value_scales(v, of_k)
-        v8 = _values(v, v_mean, inverse, block_n, of_k)
-    scales = (q_scale, k_scale, v_scale)
-    return Quantised(mode, q8, k8, v8, *scales, v_mean, shift, k_mean, block_n)
+    block_m, has_likeness = 64, False
+    if pooled is not None:
+        block_m, has_likeness = pooled.block_m, pooled.q_likeness is not None
+    blocks = None if packed is None else packed.key_blocks
+    pool = (pooled is not None, has_likeness)
+    run = _quantiser(q, k, v, mode, block_m, block_n, pool, blocks)
+    return run(q, k, v, scale, pooled, packed)
 
 
-def _keys(
-    k: Tensor,
-    k_mean: Tensor,
-    mode: SageMode,
-    block_n: int,
-    pooled: Pooled | None,
-    spans: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """INT8 keys and their scales."""
-    b, hk, n, d = k.shape
-    blocks = -(-n // block_n)
-    per_thread = mode.groups == "per_thread"
-    k8 = k.new_empty((b, hk, n, d), dtype=torch.int8)
-    k_scale = torch.empty(
-        b, hk, blocks, 4 if per_thread else 1, dtype=torch.float32, device=k.device
-    )
-    sums, likeness = (None, None) if pooled is None else (pooled.k_sums, pooled.k_likeness)
-    constexprs = {
-        "HEADS": hk,
-        "D": d,
-        "BLOCK": block_n,
-        "PER_THREAD": per_thread,
-        "HAS_POOL": sums is not None,
-        "HAS_LIKENESS": likeness is not None,
-    }
-    prepared(kernels.quantise_keys_kernel, 8, "k", **constexprs).launch(
-        (blocks, b * hk, 1),
-        k_ptr=k,
-        k_mean_ptr=k_mean,
-        out_ptr=k8,
-        scale_ptr=k_scale,
-        sums_ptr=k_scale if sums is None else sums,
-        likeness_ptr=k_scale if likeness is None else likeness,
-        spans_ptr=spans,
-        length=n,
-    )
-    return k8, k_scale
+_Quantise: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, float, Pooled | None, BlockPlan | None], Quantised
+]
 
 
-def _queries(
+def _bind(
     q: Tensor,
-    k_mean: Tensor,
+    k: Tensor,
+    v: Tensor,
     mode: SageMode,
-    scale: float,
-    pooled: Pooled | None,
-    spans: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """INT8 queries, their scales, and what smooth keys took from their logits."""
-    b, h, m, d = q.shape
-    per_thread = mode.groups == "per_thread"
-    block = 64 if pooled is None else pooled.block_m
-    q8 = q.new_empty((b, h, m, d), dtype=torch.int8)
-    q_scale = torch.empty(
-        b, h, -(-m // 16), 8 if per_thread else 1, dtype=torch.float32, device=q.device
-    )
-    shift = q_scale.new_empty(b, h, m)
-    sums, likeness = (None, None) if pooled is None else (pooled.q_sums, pooled.q_likeness)
-    constexprs = {
-        "HEADS": h,
-        "GROUP": h // k_mean.shape[1],
-        "D": d,
-        "BLOCK": block,
-        "PER_THREAD": per_thread,
-        "HAS_POOL": sums is not None,
-        "HAS_LIKENESS": likeness is not None,
-    }
-    prepared(kernels.quantise_queries_kernel, 1, "q", **constexprs).launch(
-        (-(-m // block), b * h, 1),
-        q_ptr=q,
-        k_mean_ptr=k_mean,
-        out_ptr=q8,
-        scale_ptr=q_scale,
-        shift_ptr=shift,
-        sums_ptr=q_scale if sums is None else sums,
-        likeness_ptr=q_scale if likeness is None else likeness,
-        spans_ptr=spans,
-        softmax_scale=scale,
-        length=m,
-    )
-    return q8, q_scale, shift
+    block_m: int,
+    block_n: int,
+    pool: tuple[bool, bool],
+    key_blocks: Tensor | None,
+) -> _Quantise:
+    """What quantises such tensors in Triton.
+
+    Args:
+        block_m: queries of a tile.
+        pool: whether sums of blocks are asked for, and likenesses.
+        key_blocks: of packed sequences.
+    """
+    assert key_blocks is None or not mode.fp8_values
+    (b, h, m, d), hk = q.shape, k.shape[1]
+    n, has_shift = k.shape[2], key_blocks is None
+    tiles, rows = -(-m // block_m), b * hk
+    blocks = -(-n // block_n) if key_blocks is None else len(key_blocks)
+    shape_q, shape_k, span = (b, h, m, d), (b, hk, n, d), mode.span(block_n)
+    k_scales = (b, hk, blocks, 4 * (block_n // span) + 1)
+    pools = {"HAS_POOL": pool[0], "HAS_LIKENESS": pool[1]}
+    sizes = {"HEADS": hk, "D": d, "BLOCK": block_n}
+    of_keys = prepared(kernels.quantise_keys_kernel, 8, "k", SPAN=span, **sizes, **pools).launch
+    sizes_q = {"HEADS": h, "GROUP": h // hk, "D": d, "BLOCK": block_m}
+    of_queries = prepared(kernels.quantise_queries_kernel, 1, "q", **sizes_q, **pools).launch
+    mean_of = column_mean_of(k, key_blocks, block_n)
+    finish = _bind_values(v, block_n) if mode.fp8_values else None
+    int8 = functools.partial(torch.empty, dtype=torch.int8, device=q.device)
+    fp32 = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        pooled: Pooled | None,
+        packed: BlockPlan | None,
+    ) -> Quantised:
+        k_mean = mean_of(k, packed)
+        k8, k_scale = int8(shape_k), fp32(k_scales)
+        q8, q_scale = int8(shape_q), fp32((b, h, m))
+        shift = fp32((b, h, m)) if has_shift else None
+        k_sums = k_likeness = q_sums = q_likeness = q_scale
+        if pooled is not None:
+            k_sums, q_sums = pooled.k_sums, pooled.q_sums
+            if pooled.k_likeness is not None and pooled.q_likeness is not None:
+                k_likeness, q_likeness = pooled.k_likeness, pooled.q_likeness
+        of_keys(
+            (blocks * rows, 1, 1),
+            k_ptr=k,
+            k_mean_ptr=k_mean,
+            out_ptr=k8,
+            scale_ptr=k_scale,
+            sums_ptr=k_sums,
+            likeness_ptr=k_likeness,
+            spans_ptr=None if packed is None else packed.key_blocks,
+            length=n,
+            blocks=blocks,
+        )
+        of_queries(
+            (tiles * b * h, 1, 1),
+            q_ptr=q,
+            k_mean_ptr=k_mean,
+            out_ptr=q8,
+            scale_ptr=q_scale,
+            shift_ptr=shift,
+            sums_ptr=q_sums,
+            likeness_ptr=q_likeness,
+            softmax_scale=scale,
+            length=m,
+            blocks=tiles,
+        )
+        v8, v_scale, offset = (v, None, None) if finish is None else finish(v)
+        scales = (q_scale, k_scale, v_scale)
+        return Quantised(mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n)
+
+    return run
 
 
-def _values(v: Tensor, mean: Tensor, inverse: Tensor, block_n: int, spans: Tensor | None) -> Tensor:
-    """e4m3 values, as ``quantise_values_kernel`` orders them."""
-    b, hk, n, d = v.shape
-    blocks = -(-n // block_n)
-    v8 = v.new_empty((b, hk, d, blocks * block_n), dtype=torch.float8_e4m3fn)
-    prepared(kernels.quantise_values_kernel, 8, "v", HEADS=hk, D=d, BLOCK=block_n).launch(
-        (blocks, b * hk, 1),
-        v_ptr=v,
-        inverse_ptr=inverse,
-        mean_ptr=mean,
-        out_ptr=v8,
-        spans_ptr=spans,
-        length=n,
-        padded=blocks * block_n,
-    )
-    return v8
+_quantiser = Ready(_bind)
+
+
+def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """What rounds such values to e4m3, as ``quantise_values_kernel`` orders them: of values, these,
+    their scale and what is added to the output."""
+    b, h, n, d = v.shape
+    blocks, rows = -(-n // block_n), b * h
+    statistics, parts = partial_stats_of(v, True, None, 0)
+    small = {"D": d, "STEP": 32}
+    scales_of = prepared(kernels.value_scales_kernel, 4, **small, E4M3_MAX=E4M3_MAX).launch
+    rounded = prepared(kernels.quantise_values_kernel, 8, "v", HEADS=h, D=d, BLOCK=block_n).launch
+    offset_of = prepared(kernels.value_offset_kernel, 4, **small).launch
+    fp32 = functools.partial(torch.empty, dtype=torch.float32, device=v.device)
+    fp8 = functools.partial(torch.empty, dtype=torch.float8_e4m3fn, device=v.device)
+
+    def finish(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, scale, inverse, offset = (fp32((b, h, d)) for _ in range(4))
+        grid = (rows, 1, 1)
+        scales_of(
+            grid,
+            stats_ptr=statistics(v, None),
+            mean_ptr=mean,
+            scale_ptr=scale,
+            inverse_ptr=inverse,
+            parts=parts,
+            length=n,
+        )
+        v8, sums = fp8((b, h, d, blocks * block_n)), fp32((rows, blocks, d))
+        rounded(
+            (blocks * rows, 1, 1),
+            v_ptr=v,
+            inverse_ptr=inverse,
+            mean_ptr=mean,
+            out_ptr=v8,
+            sums_ptr=sums,
+            length=n,
+            blocks=blocks,
+        )
+        named = {"sums_ptr": sums, "mean_ptr": mean, "scale_ptr": scale, "offset_ptr": offset}
+        offset_of(grid, **named, parts=blocks, length=n)
+        return v8, scale, offset
+
+    return finish
 
 
 @without_autocast
@@ -217,34 +256,29 @@ def _with_torch(
     k_mean = k32.mean(2)
     shift = scale * (q32 @ k_mean.repeat_interleave(group, 1)[..., None])[..., 0]
     k32 = k32 - k_mean[:, :, None]
-    per_thread = mode.groups == "per_thread"
-    q_group, k_group = group_of(m, n, per_thread, block_n, q.device)
-    q8, q_scale = _to_int8(q32, q_group, -(-m // 16) * (8 if per_thread else 1))
-    k8, k_scale = _to_int8(k32, k_group, -(-n // block_n) * (4 if per_thread else 1))
-    v8, v_scale, v_mean = v, torch.ones_like(k_mean), torch.zeros_like(k_mean)
+    span = mode.span(block_n)
+    blocks, scales_of = -(-n // block_n), 4 * (block_n // span)
+    q8, q_scale = _to_int8(q32, torch.arange(m, device=q.device), m)
+    k8, k_scale = _to_int8(k32, key_groups(n, span, q.device), blocks * scales_of)
+    v8, v_scale, v_offset = v, None, None
     if mode.fp8_values:
-        v_mean = v32.mean(2)
-        centred = v32 - v_mean[:, :, None]
-        v_scale = centred.abs().amax(2).clamp_min(1e-12) / E4M3_MAX
+        mean = v32.mean(2)
+        centred = v32 - mean[:, :, None]
+        v_scale = centred.abs().amax(2).clamp_min(TINY) / E4M3_MAX
         padded = torch.nn.functional.pad(centred / v_scale[:, :, None], (0, 0, 0, -n % block_n))
         place = permuted_tokens(padded.shape[2], q.device)
         v8 = padded[:, :, place].transpose(2, 3).contiguous().to(torch.float8_e4m3fn)
-    q_scale, k_scale = (
-        x.view(*x.shape[:2], -1, last)
-        for x, last in ((q_scale, 8 if per_thread else 1), (k_scale, 4 if per_thread else 1))
-    )
+        v_offset = mean - v_scale * (v8.float().sum(3) / n)
+    k_scale = k_scale.view(*k_scale.shape[:2], blocks, scales_of)
+    k_scale = torch.cat([k_scale, k_scale.amax(3, keepdim=True)], 3)
     scales = (q_scale, k_scale, v_scale)
-    return Quantised(mode, q8, k8, v8, *scales, v_mean, shift, k_mean, block_n)
+    return Quantised(mode, q8, k8, v8, *scales, v_offset, shift, k_mean, block_n)
 
 
-def group_of(
-    m: int, n: int, per_thread: bool, block_n: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The number of the scale of each query and of each key, int64 [M] and [N]."""
-    o_m, o_n = torch.arange(m, device=device), torch.arange(n, device=device)
-    if not per_thread:
-        return o_m // 16, o_n // block_n
-    return o_m // 16 * 8 + o_m % 8, o_n // block_n * 4 + o_n % 8 // 2
+def key_groups(n: int, span: int, device: torch.device) -> Tensor:
+    """The number of the scale of each key: int64 [N]."""
+    o_n = torch.arange(n, device=device)
+    return o_n // span * 4 + o_n % 8 // 2
 
 
 def permuted_tokens(length: int, device: torch.device) -> Tensor:
@@ -258,20 +292,19 @@ def _to_int8(x: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     top = x.new_zeros(*x.shape[:2], groups)
     index = group.expand(*x.shape[:2], -1)
     top.scatter_reduce_(2, index, x.abs().amax(3), "amax")
-    scale = top / 127 + 1e-7
+    scale = (top / 127).clamp_min(TINY)
     return torch.round(x / scale.gather(2, index)[..., None]).to(torch.int8), scale
 
 
 def dequantised(x: Quantised) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in fp32 as the kernel's products see them, means added back."""
-    m, n = x.q.shape[2], x.k.shape[2]
-    per_thread = x.mode.groups == "per_thread"
-    q_group, k_group = group_of(m, n, per_thread, x.block_n, x.q.device)
-    q = x.q.float() * x.q_scale.flatten(2)[:, :, q_group, None]
-    k = x.k.float() * x.k_scale.flatten(2)[:, :, k_group, None]
+    n = x.k.shape[2]
+    q = x.q.float() * x.q_scale[..., None]
+    groups = key_groups(n, x.mode.span(x.block_n), x.q.device)
+    k = x.k.float() * x.k_scale[..., :-1].flatten(2)[:, :, groups, None]
     v = x.v.float()
-    if x.mode.fp8_values:
+    if x.v_scale is not None and x.v_offset is not None:
         place = permuted_tokens(v.shape[3], v.device)
         v = v.transpose(2, 3)[:, :, torch.argsort(place)][:, :, :n]
-    v = v * x.v_scale[:, :, None] + x.v_mean[:, :, None]
+        v = v * x.v_scale[:, :, None] + x.v_offset[:, :, None]
     return q, k + x.k_mean[:, :, None], v

@@ -72,3 +72,23 @@ def test_a_wrong_original_shows_and_an_absent_one_is_named(
 def test_every_function_has_two_callers() -> None:
     seen = [(case.theirs, case.function, case.draw) for case in bench_drop_ins.cases()]
     assert all(seen.count(one) == 2 for one in seen)
+
+
+@pytest.mark.parametrize("sharpness", sorted(bench_drop_ins.ATTENTION.values()))
+def test_accuracy_beside_a_worse_original(
+    sharpness: float, beside: Callable[[Case, Any], dict[str, Any]]
+) -> None:
+    """Every function at every length, of which one of each is run."""
+    found = list(bench_drop_ins.accuracy_cases())
+    wanted = {case.function for case in bench_drop_ins.cases() if "sage" in case.function}
+    assert {case.function for case in found} == wanted
+    assert all(n % 64 for n in bench_drop_ins.LENGTHS) and len(bench_drop_ins.LENGTHS) == 20
+    case = next(case for case in found if case.function == "sageattn" and case.shape["is_causal"])
+    shape = case.shape | {"sharpness": sharpness, "dim": 64}
+    case = Case(case.ours, "the_original", case.function, case.caller, case.draw, shape)
+    ours = importlib.import_module(case.ours)
+    worse = types.SimpleNamespace(sageattn=lambda *call, **more: 1.3 * ours.sageattn(*call, **more))
+    row = beside(case, worse)
+    assert row["ours_error"] < 0.1 < 0.25 < row["theirs_error"]
+    (line,) = bench_drop_ins.worst([row])
+    assert "over 1 rows" in line and "causal" in line

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
-from block_sparse_backend.kernels import block_sparse, block_sparse_int8, predict, quantise
+from block_sparse_backend.kernels import block_sparse, block_sparse_int8, plans, predict, quantise
 from block_sparse_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from block_sparse_backend.launch_params import TABLES
 from block_sparse_backend.plan.predicted import (
@@ -36,7 +36,18 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
 """(name, kernel, types that are not the usual ones, constexprs, options)."""
 
-_INTS = ("rows_ptr", "cols_ptr", "work_ptr", "sequences_ptr", "spans_ptr", "mask_aux_ptr")
+_INTS = (
+    "rows_ptr",
+    "cols_ptr",
+    "work_ptr",
+    "sequences_ptr",
+    "first_blocks_ptr",
+    "spans_ptr",
+    "mask_aux_ptr",
+    "cu_q_ptr",
+    "cu_k_ptr",
+    "key_blocks_ptr",
+)
 _FLOATS = ("factor", "softmax_scale", "scale_log2", "min_likeness")
 
 
@@ -48,21 +59,20 @@ def cases(arch: str) -> Iterator[Case]:
     if arch == "sm90" or not nvidia:
         wide = (128, 64, 8, 2) if nvidia else (64, 64, 4, 2)
         yield _attention("block_sparse 192-128", wide, masks.causal, dims=(192, 128))
-    for groups in ("per_warp", "per_thread"):
-        if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
-            yield _int8(arch, f"int8 {groups} e4m3", groups, masks.causal, True)
+    if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
+        yield _int8(arch, "int8 e4m3", masks.causal, True)
+    yield _int8(arch, "int8 16-bit values", masks.causal, False)
     if arch == "sm90":
-        name = "int8 per_warp e4m3, packed sequences"
-        yield _int8(arch, name, "per_warp", masks.causal, True, is_packed=True)
-    yield _int8(arch, "int8 per_warp 16-bit values", "per_warp", masks.causal, False)
-    if not nvidia:
-        yield _int8(arch, "int8 per_thread 16-bit values", "per_thread", masks.causal, False)
+        name = "int8 16-bit values, packed sequences"
+        yield _int8(arch, name, masks.causal, False, is_packed=True)
     if arch in ("sm90", "sm100") or not nvidia:
         yield from _small_kernels(arch, 128 if nvidia else 64, nvidia)
     if arch == "sm90":
         for name, kernel, types, constexprs, options in list(_small_kernels(arch, 128, True)):
-            if "spans_ptr" in constexprs and "pool" not in name:
-                own = {key: value for key, value in constexprs.items() if key != "spans_ptr"}
+            given = constexprs.keys() & {"spans_ptr", "first_blocks_ptr", "sequences_ptr"}
+            if given and "pool" not in name:
+                own = {key: value for key, value in constexprs.items() if key not in given}
+                own |= {"HAS_RANGE": False} if "HAS_RANGE" in own else {}
                 yield f"{name}, packed sequences", kernel, types, own, options
 
 
@@ -107,27 +117,31 @@ def _attention(
 def _int8(
     arch: str,
     name: str,
-    groups: str,
     mask: masks.Mask,
     is_fp8: bool,
     is_packed: bool = False,
 ) -> Case:
     kernels = block_sparse_int8
     (block_m, block_n, warps, stages), _ = _tile(arch, "block_sparse_int8")
-    block_n = block_n if is_fp8 else 64
+    block_n = block_n if is_fp8 else min(block_n, 64)
     constexprs = {
         "HEADS": 24,
         "GROUP": 1,
         "D": 128,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
+        "SPAN": 64 if is_fp8 else 32,
         "STAGES": stages,
         "HAS_PARTIAL": True,
         "P_LOG2": math.log2(448.0) if is_fp8 else 0.0,
-        "PER_THREAD": groups == "per_thread",
         "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
         "mask": mask.kernel,
-        **({} if is_packed else {"sequences_ptr": None}),
+        **({} if is_fp8 else {"v_scale_ptr": None, "v_offset_ptr": None}),
+        **(
+            {"lse_ptr": None, "shift_ptr": None}
+            if is_packed
+            else {"sequences_ptr": None, "first_blocks_ptr": None}
+        ),
     }
     values = f"fp8e4nv[1,1,128,{block_n}]" if is_fp8 else f"bf16[1,1,{block_n},128]"
     types = {
@@ -149,29 +163,31 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
     stats = quantise.column_stats_kernel
     sizes = {"CHUNK": 512, "BLOCK": 32, "HAS_RANGE": is_fp8}
     four, alone = {"num_warps": 4}, {"spans_ptr": None}
+    absent = {"first_blocks_ptr": None, "sequences_ptr": None}
     yield "column_stats", stats, half, heads | sizes | alone, four
-    yield "mean", quantise.mean_kernel, {}, heads | alone | {"STEP": 32}, four
-    int8, group = half | {"out_ptr": "*i8"}, {"PER_THREAD": False}
+    yield "mean", quantise.mean_kernel, {}, heads | absent | {"STEP": 32}, four
+    int8 = half | {"out_ptr": "*i8"}
     for pool, likeness in ((False, False), (True, False), (True, True)):
         pooled = {"HAS_POOL": pool, "HAS_LIKENESS": likeness}
         suffix = (" and pool" if pool else "") + (" with likeness" if likeness else "")
-        keys = heads | group | pooled | alone | {"BLOCK": block_n}
+        keys = heads | pooled | alone | {"BLOCK": block_n, "SPAN": 64}
         kernel = quantise.quantise_keys_kernel
         yield f"quantise_keys{suffix}", kernel, int8, keys, {"num_warps": 8}
-        queries = heads | group | pooled | alone | {"BLOCK": 64, "GROUP": 1}
+        queries = heads | pooled | {"BLOCK": 64, "GROUP": 1}
         kernel = quantise.quantise_queries_kernel
         yield f"quantise_queries{suffix}", kernel, int8, queries, {"num_warps": 1}
     if is_fp8:
-        values = heads | alone
-        sizes = {"STEP": 32, "E4M3_MAX": 448.0}
-        yield "value_scales", quantise.value_scales_kernel, {}, values | sizes, four
+        sizes = {"STEP": 32, "D": 128}
+        kernel = quantise.value_scales_kernel
+        yield "value_scales", kernel, {}, sizes | {"E4M3_MAX": 448.0}, four
+        yield "value_offset", quantise.value_offset_kernel, {}, sizes, four
         types = half | {"out_ptr": "*fp8e4nv"}
         sizes = {"BLOCK": block_n}
         yield (
             "quantise_values",
             quantise.quantise_values_kernel,
             types,
-            values | sizes,
+            heads | sizes,
             {"num_warps": 8},
         )
     for likeness in (False, True):
@@ -197,6 +213,10 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
         yield f"select_blocks {name}", select, {"amount": "fp32"}, blocks | flags, {"num_warps": 1}
     sizes = {"HEADS": 24, "BLOCK": ORDER_ROWS}
     yield "order_rows", predict.order_rows_kernel, {}, sizes, four
+    sizes = {"BLOCK_N": block_n, "WIDTH": 1024, "HAS_SINK": False}
+    yield "map_rows", plans.map_rows_kernel, {"map_ptr": "*u8"}, sizes, {"num_warps": 1}
+    flags = {"HEADS": 24, "BLOCK_M": 64, "BLOCK_N": block_n, "IS_CAUSAL": True, "STEP": 64}
+    yield "packed_plan", plans.packed_plan_kernel, {}, flags, four
 
 
 def compile_case(arch: str, case: Case) -> dict[str, int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from block_sparse_backend.plan import block_plan, intervals
+from block_sparse_backend.plan import block_plan, intervals, predicted
 from block_sparse_backend.plan.block_plan import FULL, PARTIAL, BlockPlan
 from block_sparse_backend.testing.cases import causal_seen, elements_seen
 
@@ -62,6 +63,42 @@ def test_ragged(sizes: list[tuple[int, int]], is_causal: bool) -> None:
         seen = elements_seen(plan, i)[0]
         full = torch.ones(q_len, kv_len, dtype=torch.bool)
         assert torch.equal(seen, causal_seen(q_len, kv_len) if is_causal else full)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_many_packed_sequences(is_causal: bool, seed: int, device: torch.device) -> None:
+    """The kernel's plan is torch's, and as large as all tokens are."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, 40, (2, 150), generator=generator)
+    sizes[:, 70], sizes[:, 100] = 700, 0
+    offsets = torch.nn.functional.pad(sizes.cumsum(1), (1, 0)).int().to(device)
+    tokens = (int(sizes[0].sum()), int(sizes[1].sum()))
+    made = [
+        make((offsets[0], offsets[1]), (600, 650), (400, 390), 3, (32, 64), is_causal)
+        for make in (intervals._with_kernel, intervals._with_torch)
+    ]
+    for ours, torchs in zip(*made, strict=True):
+        assert torch.equal(ours, torchs)
+    plan = intervals.ragged(*offsets, 600, 650, 3, tokens=tokens, block_m=32, block_n=64)
+    assert len(plan.rows) < 400 and plan.key_blocks is not None and len(plan.key_blocks) < 390
+    assert_well_formed(plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
+@pytest.mark.parametrize("keep_first", [False, True])
+def test_a_map_of_blocks(
+    dtype: torch.dtype, keep_first: bool, seed: int, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    kept = (torch.rand(2, 3, 70, 4, generator=generator) < 0.4).mT
+    plan = predicted.from_map(kept.to(device, dtype), (128, 70 * 64 - 3), (32, 64), keep_first)
+    assert_well_formed(plan)
+    for _, head, tile, row in plan.work.tolist()[: 3 * 4]:
+        begin, full_end, end, _ = plan.rows[row].tolist()
+        want = kept[0, head, tile].clone()
+        want[0] |= keep_first
+        assert plan.cols[begin:end].tolist() == want.nonzero().flatten().tolist()
+        assert full_end == end - int(want[-1])
 
 
 @few

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -323,13 +323,13 @@ def test_sageattn(layout: str, d: int, seed: int, device: torch.device) -> None:
         sageattention.sageattn(*given, tensor_layout="BHLD")
 
 
-@pytest.mark.parametrize("groups", ["per_warp", "per_thread"])
+@pytest.mark.parametrize("fp8_values", [True, False])
 def test_sageattn_of_one_key_is_its_value(
-    groups: Literal["per_warp", "per_thread"], seed: int, device: torch.device
+    fp8_values: bool, seed: int, device: torch.device
 ) -> None:
     q = torch.randn(1, 2, 65, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
     k, v = q[:, :, :1] + 1.0, q[:, :, 1:2] - 1.0
-    mode = SageMode(groups)
+    mode = SageMode(fp8_values)
     q, k, v = (x.to(device) for x in (q, k, v))
     out, lse = sageattention.sageattn(q, k, v, return_lse=True, mode=mode)
     torch.testing.assert_close(out, v.expand_as(out), atol=0.02, rtol=0.02)
@@ -389,3 +389,17 @@ def test_bad_input_is_one_sentence() -> None:
         predicted.predict(q, q)
     with pytest.raises(ValueError, match=r"above 0 and at most 1, got 1\.5"):
         predicted.predict(q, q, cdf=1.5)
+
+
+@pytest.mark.parametrize("size", [8, 72, 80, 96, 192, 256])
+@pytest.mark.parametrize("least", [-0.1, 0.3])
+def test_heads_of_any_size(size: int, least: float, seed: int, device: torch.device) -> None:
+    """Kernels keep the blocks that torch keeps."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, 2, 5, 1, size, generator=generator)
+    q = (2 * x + 0.2 * torch.randn(1, 2, 5, 32, size, generator=generator)).flatten(2, 3)
+    asked: dict[str, Any] = {"topk": 0.4, "min_likeness": least, "block_m": 32, "block_n": 32}
+    q, k = q.half(), q.roll(40, 2).half()
+    want = predicted.predict(q, k, path="torch", **asked)
+    got = predicted.predict(q.to(device), k.to(device), path="triton", **asked)
+    assert torch.equal(elements_seen(got), elements_seen(want))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
 from torch import Tensor
@@ -24,10 +22,8 @@ from block_sparse_backend.variants import sage
 from block_sparse_backend.variants.sage import SageMode
 
 MODES = {
-    "per_warp": (SageMode(), 6e-2, 0.25),
-    "per_thread": (SageMode("per_thread"), 6e-2, 0.25),
-    "half_values": (SageMode("per_thread", fp8_values=False), 3e-2, 0.25),
-    "half_values_per_warp": (SageMode(fp8_values=False), 3e-2, 0.25),
+    "e4m3_values": (SageMode(), 6e-2, 0.25),
+    "half_values": (SageMode(fp8_values=False), 2e-2, 0.25),
 }
 M, N = 40, 100
 
@@ -47,9 +43,11 @@ def test_quantisers_are_as_in_torch(name: str, seed: int, device: torch.device) 
     q, k, v = offset_inputs(seed, device)
     got = sage.quantise(q, k, v, mode, 0.125, 32, "triton")
     want = sage._with_torch(q.cpu(), k.cpu(), v.cpu(), mode, 0.125, 32)
-    for field in ("q_scale", "k_scale", "v_scale", "v_mean", "shift", "k_mean"):
+    for field in ("q_scale", "k_scale", "v_scale", "shift", "k_mean"):
         ours, theirs = getattr(got, field), getattr(want, field)
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=2e-4)
+        assert (ours is None) == (theirs is None) == (field == "v_scale" and not mode.fp8_values)
+        if ours is not None:
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=2e-4)
     for field in ("q", "k"):  # a tie may fall either way
         gap = getattr(got, field).cpu().int() - getattr(want, field).int()
         assert int(gap.abs().max()) <= 1 and float((gap != 0).float().mean()) < 5e-3
@@ -80,7 +78,7 @@ def test_rows_that_see_nothing(seed: int, device: torch.device) -> None:
 
 def test_kernel_is_the_product_of_what_was_quantised(seed: int, device: torch.device) -> None:
     """With 16-bit values the kernel adds only its own rounding to that of the inputs."""
-    mode = SageMode("per_thread", fp8_values=False)
+    mode = SageMode(fp8_values=False)
     q, k, v = offset_inputs(seed, device)
     x = sage.quantise(q, k, v, mode, 0.125, 32, "triton")
     exact = [t.cpu() for t in sage.dequantised(x)]
@@ -90,11 +88,9 @@ def test_kernel_is_the_product_of_what_was_quantised(seed: int, device: torch.de
     assert relative_error(got[0].cpu(), want[0]) < 1e-3
 
 
-@pytest.mark.parametrize("groups", ["per_warp", "per_thread"])
 @pytest.mark.parametrize("fp8_values", [True, False])
 @pytest.mark.parametrize("m", [M, 120])
 def test_wide_logits(
-    groups: Literal["per_warp", "per_thread"],
     fp8_values: bool,
     m: int,
     seed: int,
@@ -105,8 +101,9 @@ def test_wide_logits(
     q, k, v = offset_inputs(seed, device, m)
     q = 4 * q
     plan = intervals.causal(m, N, 2, **BLOCKS, device=device)
-    x = sage.quantise(q, k, v, SageMode(groups, fp8_values=fp8_values), 0.125, 32, "triton")
+    x = sage.quantise(q, k, v, SageMode(fp8_values=fp8_values), 0.125, 32, "triton")
     q8, k8, v8 = (t.cpu() for t in sage.dequantised(x))
+    assert x.shift is not None
     k8 = k8 - x.k_mean.cpu()[:, :, None]  # the shift of the LSE is of the queries as they came
     want = reference.attention(q8, k8, v8, causal_seen(m, N), 0.125)
     want = (want[0], want[1] + x.shift.cpu())
@@ -118,6 +115,51 @@ def test_wide_logits(
     assert_matches((out, lse), want, (6e-2 if fp8_values else 2e-3, 1e-3 + unit))
 
 
+@pytest.mark.parametrize("fp8_values", [True, False])
+@pytest.mark.parametrize("m", [64, 200])
+@pytest.mark.parametrize("size", [20.0, 150.0, 900.0, 5500.0, 60000.0])
+def test_a_massive_key(
+    size: float, m: int, fp8_values: bool, seed: int, device: torch.device
+) -> None:
+    """All weight is on one key, or half of it on each of two in different blocks, whose logits are
+    up to 10^9: a weight beyond e4m3's range would be clipped, and its sum would not. The first
+    queries of the causal call see neither."""
+    q, k, v = inputs((2, m, 128), (1, 200, 128), seed=seed, device=torch.device("cpu"))
+    q[..., 0] = size * (1 - 0.1 * torch.rand(2, m, generator=torch.Generator().manual_seed(seed)))
+    k[..., 0] = 0
+    k[:, :, 70, 0] = size
+    twice = k.clone()
+    twice[:, :, 150] = k[:, :, 70]
+    bound = 0.15 if fp8_values else 2e-2  # the interpreter truncates e4m3
+    mode = SageMode(fp8_values)
+    for keys, at in ((k, [70]), (twice, [70, 150])):
+        want = v[:, :, at].float().mean(2, keepdim=True).expand(1, 2, m, 128)
+        q1, k1, v1 = (x.to(device) for x in (q, keys, v))
+        for make, seeing in ((intervals.dense, 0), (intervals.causal, max(m - 49, 0))):
+            plan = make(m, 200, 2, block_m=64, block_n=64, device=device)
+            out, _ = quantised_attention(q1, k1, v1, plan, mode=mode, path="triton")
+            assert relative_error(out.cpu()[:, :, seeing:], want[:, :, seeing:]) < bound
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_rounded_values_keep_their_mean(path: str, seed: int, device: torch.device) -> None:
+    """The mean of what rounding left would not average away over many keys."""
+    q, k, v = offset_inputs(seed, device)
+    x = sage.quantise(q, k, v, SageMode(), 0.125, 32, path)
+    gap = sage.dequantised(x)[2].double().mean(2) - v.double().mean(2)
+    assert float(gap.abs().max()) < 1e-6
+
+
+def test_a_scale_is_of_few_tokens(seed: int, device: torch.device) -> None:
+    """Of one query, and of 16 keys: the error of logits is below that of scales of two queries and
+    32 keys."""
+    q, k, v = inputs((8, 256, 128), (8, 256, 128), seed=seed, device=device)
+    x = sage.quantise(q, k, v, SageMode(), 0.125, 128, "triton")
+    got = sage.dequantised(x)
+    errors = [relative_error(ours.cpu(), y.cpu()) for ours, y in zip(got, (q, k), strict=False)]
+    assert errors[0] < 6.7e-3 and errors[1] < 8.4e-3
+
+
 def test_canary_without_the_lse_shift(seed: int, device: torch.device) -> None:
     q, k, v = offset_inputs(seed, device)
     want = reference.attention(q.cpu(), k.cpu(), v.cpu(), causal_seen(M, N), 0.125)
@@ -125,6 +167,7 @@ def test_canary_without_the_lse_shift(seed: int, device: torch.device) -> None:
     out, lse = quantised_attention(q, k, v, plan, path="triton")
     x = sage.quantise(q, k, v, SageMode(), 0.125, 32, "triton")
     assert_matches((out, lse), want, (6e-2, 0.25))
+    assert x.shift is not None
     with pytest.raises(AssertionError):
         assert_matches((out, lse - x.shift), want, (6e-2, 0.25))
 
@@ -137,5 +180,3 @@ def test_bad_input_is_one_sentence(seed: int, device: torch.device) -> None:
         quantised_attention(*twice, plan)
     with pytest.raises(ValueError, match="head size must be 64 or 128"):
         quantised_attention(q[..., :32], k[..., :32], v[..., :32], plan)
-    with pytest.raises(ValueError, match='groups must be "per_warp" or "per_thread"'):
-        SageMode("per_block")  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from backend_core.strict import FallbackError
 from block_sparse_backend.engines import sglang_diffusion
 from block_sparse_backend.testing.cases import relative_error
 
@@ -56,7 +57,11 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             batch.STA_param = "from a search"
 
     sglang_diffusion.serve_windows.cache_clear()
-    arguments = types.SimpleNamespace(attention_backend_config={"topk": 0.75})
+    dit = type("WanVideoConfig", (), {})()
+    arguments = types.SimpleNamespace(
+        attention_backend_config={"topk": 0.75},
+        pipeline_config=types.SimpleNamespace(dit_config=dit),
+    )
     modules = {
         "platforms": {"AttentionBackendEnum": Backends},
         "platforms.plugins": {"HookRegistry": HookRegistry, "HookType": HookType},
@@ -102,7 +107,13 @@ def test_only_our_names_are_taken(hooks: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [Backends.SAGE_ATTN, Backends.SPARGE_ATTN])
-def test_forward(name: Backends, hooks: dict[str, Any], seed: int, device: torch.device) -> None:
+def test_forward(
+    name: Backends,
+    hooks: dict[str, Any],
+    seed: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backend = load(sglang_diffusion.choose(lambda *a: "", "cls", name, 64, None))
     impl = backend.get_impl_cls()(
         num_heads=2, head_size=64, softmax_scale=0.125, causal=False, supported_attention=None
@@ -122,16 +133,20 @@ def test_forward(name: Backends, hooks: dict[str, Any], seed: int, device: torch
     # one tile: the prediction keeps its one block
     got = impl.forward(q, k, v, None)
     assert got.is_contiguous() and relative_error(got, exact(q, k, v)) < 6e-2
-    with pytest.raises(ValueError, match=r"query must be bfloat16 or float16, got torch\.float32"):
+    wide = impl.forward(q.float(), k.float(), v.float(), None)  # in torch
+    assert relative_error(wide, exact(q, k, v)) < 1e-5
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(FallbackError, match=r"query must be bfloat16 or float16, got torch\.float"):
         impl.forward(q.float(), k.float(), v.float(), None)
     cross = impl.forward(q, text, text, None)
     assert relative_error(cross, exact(q, text, text)) < 2e-3
     # the queries of one of two GPUs, under sage_attn beside the keys of both
     half = relative_error(impl.forward(q[:, :25], k, v, None), exact(q[:, :25], k, v))
     assert (5e-3 if name is Backends.SAGE_ATTN else 0) < half < 6e-2
-    layer = backend.get_impl_cls()(2, 64, 0.125, is_cross_attention=True)
-    for queries in (q, q[:, :25]):
-        assert relative_error(layer.forward(queries, k, v, None), exact(queries, k, v)) < 2e-3
+    for said in ({"is_cross_attention": True}, {"prefix": "blocks.1.attn2.impl"}):
+        layer = backend.get_impl_cls()(2, 64, 0.125, **said)
+        for queries in (q, q[:, :25]):
+            assert relative_error(layer.forward(queries, k, v, None), exact(queries, k, v)) < 2e-3
     with pytest.raises(ValueError, match="head_size must be 1 to 128, got 256"):
         backend.get_impl_cls()(num_heads=2, head_size=256, softmax_scale=1.0)
 
@@ -183,6 +198,14 @@ def test_windows_come_from_the_configuration_or_from_sglang(hooks: dict[str, Any
     options = {"raw_latent_shape": (5, 12, 12), "patch_size": (1, 2, 2), "VSA_sparsity": 0.0}
     plain = build(current_timestep=1, STA_param=None, **options)
     assert plain.canvas == (5, 6, 6) and plain.windows is None
+    sound = backend.get_impl_cls()(4, 64, 0.125, prefix="blocks.1.audio_attn1.attn.impl")
+    video = torch.zeros(1, 5 * 6 * 6, 4, 64)
+    assert make().serves(video, video, plain) and not sound.serves(video, video, plain)
+    arguments = sys.modules[f"{ROOT}.server_args"].get_global_server_args()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments.pipeline_config, "dit_config", type("FluxConfig", (), {})())
+        with pytest.raises(ValueError, match=r"tokens begin with the video's, .* got FluxConfig"):
+            build(current_timestep=1, STA_param=None, **options)
     two = [[3, 3, 3], [1, 3, 5]]
     of_steps = build(current_timestep=1, STA_param=[None, [two, two[::-1]]], **options)
     assert make().attention(4, plain).windows == ((3, 3, 3),)

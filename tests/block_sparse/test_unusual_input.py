@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.launch.triton import KernelLaunch
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.drop_ins.sageattention import sageattn
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import from_kinds, uniform_sequences
 from block_sparse_backend.plan.predicted import Choice, predict
-from block_sparse_backend.sage import predicted_attention, quantised_attention
+from block_sparse_backend.sage import (
+    packed_attention,
+    predicted_attention,
+    quantised_attention,
+)
 
 BLOCKS: dict[str, Any] = {"block_m": 64, "block_n": 64}
 PATHS = ("torch", "triton")
@@ -109,15 +114,22 @@ def test_no_key(device: torch.device, path: str) -> None:
             call()
 
 
-def test_more_heads_than_a_grid_has() -> None:
-    """The second axis of a grid ends at 65,535."""
+@pytest.mark.interpreter
+def test_more_heads_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second axis of a grid ends at 65,535, so that all grids have one axis alone."""
     x = torch.zeros(4096, 16, 1, 64, dtype=torch.bfloat16, device="cpu")
     plan = intervals.dense(1, 1, 16, batch=4096, device=x.device, **BLOCKS)
-    message = "q must have at most 65535 heads over its whole batch, got 65536"
-    with pytest.raises(ValueError, match=message):
-        quantised_attention(x, x, x, plan)
-    with pytest.raises(ValueError, match=message):
-        predict(x, x, topk=0.5)
+    tokens = x.view(-1, 16, 64).transpose(0, 1)[None]
+    offsets = torch.arange(4097, dtype=torch.int32, device=x.device)
+    grids: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(KernelLaunch, "_interpret", lambda self, grid, *given: grids.append(grid))
+    quantised_attention(x, x, x, plan, path="triton")
+    predict(x, x, topk=0.5, path="triton")
+    predict(x, x, topk=0.5, min_likeness=0.3, path="triton")
+    predicted_attention(x, x, x, Choice(topk=0.5), path="triton")
+    packed_attention(tokens, tokens, tokens, offsets, offsets, (1, 1), path="triton")
+    assert len(grids) > 25 and max(grids)[0] >= 65536
+    assert all(grid[1:] == (1, 1) for grid in grids)
 
 
 @both_paths

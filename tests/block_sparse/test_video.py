@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from block_sparse_backend import video
+from block_sparse_backend.plan import kept
 from block_sparse_backend.testing.cases import relative_error
 from block_sparse_backend.video import VideoAttention
 from tests.block_sparse.compiler import compiler
@@ -57,7 +58,45 @@ def test_settings_are_checked() -> None:
         VideoAttention("radial")  # type: ignore[arg-type]
     x = torch.zeros(1, 5, 1, 64)
     with pytest.raises(ValueError, match="over at least 8 tokens"):
-        VideoAttention("sliding_tile", canvas=(2, 2, 2))(x, x, x)
+        VideoAttention("sliding_tile", canvas=(2, 2, 2))(x.half(), x.half(), x.half())
+    with pytest.raises(ValueError, match=r"query must be bfloat16 or float16, got torch.float32"):
+        VideoAttention()(x, x, x)
+    for name, wrong in (("canvas", (2, 2)), ("canvas", (2, 0, 2)), ("tile", 6), ("tile", "688")):
+        with pytest.raises(ValueError, match=rf"{name} must be three positive integers"):
+            VideoAttention("sliding_tile", **{"canvas": (2, 2, 2), name: wrong})  # type: ignore[arg-type]
+    for windows in ((), (3, 3, 3), "333"):
+        with pytest.raises(ValueError, match="windows must be"):
+            VideoAttention(windows=windows)  # type: ignore[arg-type]
+
+
+def test_lists_are_tuples(seed: int, device: torch.device) -> None:
+    given: Any = {"canvas": list(CANVAS), "tile": [2, 3, 4], "windows": [[1, 1, 3], [3, 1, 1]]}
+    settings = VideoAttention("sliding_tile", **given)
+    tuples: Any = {"canvas": CANVAS, "tile": (2, 3, 4), "windows": ((1, 1, 3), (3, 1, 1))}
+    assert settings == VideoAttention("sliding_tile", **tuples) and hash(settings)
+    q, k, v = make(seed, device)
+    assert settings(q, k, v).shape == q.shape
+
+
+@pytest.mark.parametrize("size", [40, 96])
+@pytest.mark.parametrize("eight_bit", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "predicted", "sliding_tile"])
+def test_heads_of_other_sizes(
+    kind: str, eight_bit: bool, size: int, seed: int, device: torch.device
+) -> None:
+    q, k, v = (x[..., :1].expand(*x.shape[:3], size).contiguous() for x in make(seed, device))
+    q, k, v = (x + 0.1 * torch.arange(size, device=device) / size for x in (q, k, v))
+    canvas = CANVAS if kind == "sliding_tile" else None
+    windows = ((9, 9, 9),)
+    settings = VideoAttention(kind, eight_bit, topk=1.0, canvas=canvas, windows=windows)  # type: ignore[arg-type]
+    q, k, v = (x.half() for x in (q, k, v))
+    double = [x.cpu().double().transpose(1, 2) for x in (q, k, v)]
+    want = scaled_dot_product_attention(*double).transpose(1, 2)
+    got = settings(q, k, v)
+    assert got.shape == q.shape and relative_error(got.cpu(), want) < (6e-2 if eight_bit else 2e-3)
+    message = f"heads must have at most 128 channels, got {2 * 96} and {2 * 96}"
+    with pytest.raises(ValueError, match=message):
+        VideoAttention()(*(torch.cat([x] * 5, 3)[..., :192] for x in (q, k, v)))
 
 
 class Made:
@@ -65,28 +104,28 @@ class Made:
 
 
 @pytest.fixture
-def plans() -> video.Plans[Made]:
-    return video.Plans(lambda device, *key: Made())
+def plans() -> kept.Plans[Made]:
+    return kept.Plans(lambda device, *key: Made())
 
 
 def test_a_plan_is_complete_before_another_stream_reads_it(
-    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+    plans: kept.Plans[Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[Any] = []
     stream = SimpleNamespace(synchronize=lambda: waited.append(device))
     device = torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda of: stream if of == device else None)
-    monkeypatch.setattr(video, "is_capturing", lambda device: False)
+    monkeypatch.setattr(kept, "is_capturing", lambda device: False)
     assert plans.of(device, 5) is plans.of(device, 5) is not plans.of(device, 6)
     assert waited == [device, device]
 
 
 def test_a_plan_that_a_graph_has_seen_is_kept(
-    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+    plans: kept.Plans[Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay reads at the addresses of the capture, however many shapes come in between."""
     capturing, cpu = [False], torch.device("cpu")
-    monkeypatch.setattr(video, "is_capturing", lambda device: capturing[0])
+    monkeypatch.setattr(kept, "is_capturing", lambda device: capturing[0])
     seen, unseen = weakref.ref(plans.of(cpu, 0)), weakref.ref(plans.of(cpu, 1))
     capturing[0] = True
     assert plans.of(cpu, 0) is seen()
@@ -99,11 +138,12 @@ def test_a_plan_that_a_graph_has_seen_is_kept(
 
 
 def test_a_plan_that_a_capture_makes_serves_no_other_call(
-    plans: video.Plans[Made], monkeypatch: pytest.MonkeyPatch
+    plans: kept.Plans[Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tensors hold nothing until the graph is replayed."""
     capturing, cpu = [True], torch.device("cpu")
-    monkeypatch.setattr(video, "is_capturing", lambda device: capturing[0])
+    for module in (kept, video):
+        monkeypatch.setattr(module, "is_capturing", lambda device: capturing[0])
     of_graph = plans.of(cpu, 0)
     capturing[0] = False
     assert plans.of(cpu, 0) is not of_graph
@@ -138,7 +178,7 @@ def test_compiled_code_keeps_plans(
 ) -> None:
     """Dynamo traces through what keeps a function's results, and would make every plan anew."""
     made = []
-    plans = video.Plans(lambda device, *key: made.append(key) or video._tile_plan(device, *key))
+    plans = kept.Plans(lambda device, *key: made.append(key) or video._tile_plan(device, *key))
     monkeypatch.setattr(video, "_tile_plans", plans)
     q, k, v = make(seed, device)
     settings = VideoAttention("sliding_tile", eight_bit=False, canvas=CANVAS, tile=(2, 3, 4))

@@ -26,7 +26,7 @@ NUM_SMS = 4
 _BOTH = (
     "mla_decode triton: 16 heads, drafts of 2",
     "sparse_mla triton: 8 heads, 1 query tokens, 1 splits",
-    "block_sparse_int8: per_warp",
+    "block_sparse_int8",
 )
 _FURTHER = ("mla_decode: two levels, sinks", "block_sparse: packed sequences, bf16", "cascade")
 HERE = ("shared prefix", "cascade of two levels", "predicted blocks")
@@ -37,7 +37,7 @@ LARGE = (
     "sparse_mla triton: 8 heads, 2 query tokens, 3 splits",
     "sparse_mla triton: prefill over rows of bf16",
     "block_sparse: packed sequences, bf16",
-    "block_sparse_int8: per_warp",
+    "block_sparse_int8",
     "cascade",
     "predict: causal, cdf",
 )

@@ -16,7 +16,7 @@ from block_sparse_backend.plan import intervals, predicted
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.sliding_tile import sliding_tile
 from block_sparse_backend.plan.token_order import tile_order
-from block_sparse_backend.sage import quantised_attention
+from block_sparse_backend.sage import packed_attention, quantised_attention
 from block_sparse_backend.testing.cases import (
     LSE_ERROR,
     OUT_ERROR,
@@ -48,8 +48,8 @@ def all_cases() -> Cases:
         "block_sparse: dense batch": _dense_batch,
         "block_sparse: sliding tiles": _sliding,
     }
-    for mode in (SageMode(fp8_values=False), SageMode("per_thread", fp8_values=False)):
-        cases[f"block_sparse_int8: {mode.groups}"] = lambda mode=mode: _quantised(mode)  # type: ignore[misc]
+    cases["block_sparse_int8"] = lambda: _quantised(SageMode(fp8_values=False))
+    cases["block_sparse_int8: packed sequences"] = _packed_quantised
     for is_causal in (False, True):
         for amount in ({"cdf": 0.7}, {"topk": 0.3}):
             causal = "causal" if is_causal else "dense"
@@ -128,6 +128,20 @@ def _sliding() -> Answer:
     return _answer((order.scatter(out, 2), order.scatter(lse, 2)), want)
 
 
+def _packed_quantised() -> Answer:
+    """Two sequences and tokens of none, which are 0."""
+    q, k, v = _inputs()
+    offsets = [torch.tensor(x, dtype=torch.int32) for x in ((0, 20, M - 3), (0, 90, N - 7))]
+    got = packed_attention(q, k, v, *offsets, (M, N), is_causal=True)
+    want = torch.zeros_like(got, dtype=torch.float64)
+    for i in range(2):
+        at, keys = (slice(*x[i : i + 2].tolist()) for x in offsets)
+        seen = causal_seen(at.stop - at.start, keys.stop - keys.start)
+        own = q[:, :, at], k[:, :, keys], v[:, :, keys]
+        want[:, :, at] = reference.attention(*own, seen, q.shape[3] ** -0.5)[0]
+    return error_of(got, want), INT8_ERROR[False]
+
+
 def _quantised(mode: SageMode) -> Answer:
     """Inputs with an offset in every channel; beside float64 of the inputs, and beside float64 of
     what the quantisers made of them, which leaves the kernel's own rounding."""
@@ -143,6 +157,7 @@ def _quantised(mode: SageMode) -> Answer:
     x = sage.quantise(q, k, v, mode, 0.125, TILE["block_n"], "triton")
     plain = dataclasses.replace(x, k_mean=torch.zeros_like(x.k_mean))
     out, lse = reference.attention(*sage.dequantised(plain), seen, 0.125)
+    assert x.shift is not None
     exact = out, lse + x.shift.double()  # which is added to every logit of a query
     return worse((error_of(got[0], want), INT8_ERROR[False]), _answer(got, exact))
 

@@ -67,8 +67,7 @@ SHAPES = (
 KINDS = ("dense", "causal", "kinds", "ragged")
 SAGE_MODES = {
     "e4m3 values": SageMode(),
-    "e4m3 values, more scales": SageMode("per_thread"),
-    "16-bit values": SageMode("per_thread", fp8_values=False),
+    "16-bit values": SageMode(fp8_values=False),
 }
 
 
@@ -122,7 +121,7 @@ class _Sparse:
         seen = seen.repeat_interleave(shape.block_m, 1).repeat_interleave(shape.block_n, 2)
         return plan, [seen[:, :m, :n]]
 
-    def _ragged(self, draw: Draw, blocks: dict[str, int]) -> tuple[BlockPlan, list[Tensor]]:
+    def _ragged(self, draw: Draw, blocks: dict[str, Any]) -> tuple[BlockPlan, list[Tensor]]:
         device, heads = self.device, self.heads
         is_causal = draw.chance("causal", 0.7)
         seen = [

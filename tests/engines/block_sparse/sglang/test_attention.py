@@ -208,8 +208,8 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
             LocalAttention(2, 256, compute_dtype=torch.bfloat16)
         layer = LocalAttention(2, 64, compute_dtype=torch.bfloat16)
         x = torch.zeros(1, 16, 2, 64)
-        with set_forward_context(0, None), pytest.raises(ValueError, match="query must be"):
-            layer(x, x, x)
+        with set_forward_context(0, None):
+            assert not layer(x, x, x).any()  # float32, in torch
 
 
 @pytest.mark.parametrize("name", OURS)

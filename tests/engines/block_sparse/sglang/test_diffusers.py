@@ -11,6 +11,7 @@ import torch
 from diffusers.models import attention_dispatch as dispatch
 from torch import Tensor
 
+from block_sparse_backend.engines import diffusers as adapter
 from block_sparse_backend.engines.diffusers import enable
 from block_sparse_backend.testing.cases import relative_error
 from block_sparse_backend.video import VideoAttention
@@ -87,7 +88,7 @@ def test_a_model_without_backends_of_its_own_is_named() -> None:
         mlp_ratio=2, text_embed_dim=16, adaln_lora_dim=4, max_size=(4, 16, 16),
         concat_padding_mask=False, extra_pos_embed_type=None,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="with a backend of their own, got CosmosTransformer3D"):
+    with pytest.raises(ValueError, match="have a backend of their own, got CosmosTransformer3D"):
         enable(model, DENSE)
 
 
@@ -96,7 +97,7 @@ def test_a_model_that_calls_torch_is_named() -> None:
         num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4,
         time_embed_dim=2, text_embed_dim=8, num_layers=1, sample_width=8, sample_height=8,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"got CogVideoX.*, which is not served: its processors"):
+    with pytest.raises(ValueError, match=r"got CogVideoX.*, which is not served"):
         enable(model, DENSE)
 
 
@@ -144,19 +145,107 @@ def test_a_mask_that_hides_nothing_is_none(
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, 2, 128, 2, 64, generator=generator)
     mask = (torch.ones if dtype == torch.bool else torch.zeros)(shape, dtype=dtype)
-    with dispatch.attention_backend(enable(wan(), tiles(1, 1, 1))):
-        got = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask)
+    backend = dispatch.AttentionBackendName(enable(wan(), tiles(1, 1, 1)))
+    got = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend)
     assert torch.equal(got, tiles(1, 1, 1)(q, k, v))
 
 
 @pytest.mark.parametrize("length", [20, 50])
 def test_masks_of_keys(length: int, seed: int) -> None:
-    """As diffusers' own backend takes them: ``[batch, keys]``, in self- and cross-attention."""
+    """As diffusers' own backend takes them: ``[batch, keys]``."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, 2, 50, 2, 64, generator=generator)
     k, v = k[:, :length], v[:, :length]
     mask = torch.rand(2, length, generator=generator) < 0.5
     want = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask)
-    with dispatch.attention_backend(enable(wan(), DENSE)):
-        got = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask)
+    backend = dispatch.AttentionBackendName(enable(wan(), DENSE))
+    got = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend)
+    assert torch.equal(got, want)
+
+
+def test_cross_attention_of_equal_length() -> None:
+    """A text of as many tokens as the video has is none of it, whoever gave the processors."""
+    model = wan()
+    x = torch.randn(1, 4, 2, 16, 16, generator=torch.Generator().manual_seed(1))
+
+    def run(words: Tensor) -> Tensor:
+        found: Tensor = model(x, torch.tensor([10]), words, return_dict=False)[0]
+        return found
+
+    words = torch.randn(1, 128, 16, generator=torch.Generator().manual_seed(2))
+    want = run(words)
+    for shared in (False, True):
+        if shared:
+            processor = model.blocks[0].attn1.processor
+            for block in model.blocks:
+                block.attn1.processor = block.attn2.processor = processor
+        enable(model, tiles(3, 3, 3))
+        assert relative_error(run(words), want) < 1e-5
+        enable(model, tiles(1, 1, 1))
+        attn = [block.attn2.processor._attention_backend for block in model.blocks]
+        assert attn == [None, None] and relative_error(run(words), want) > 1e-4
+        model.reset_attention_backend()
+        assert torch.equal(run(words), want)
+
+
+def test_another_canvas_is_refused() -> None:
+    model = wan()
+    enable(model, VideoAttention("sliding_tile", eight_bit=False, canvas=(1, 8, 8)))
+    with pytest.raises(ValueError, match=r"must have the 64 tokens of canvas \(1, 8, 8\), got 128"):
+        outputs(model)
+
+
+def test_text_first_is_refused_under_tiles() -> None:
+    torch.manual_seed(0)
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=16, pooled_projection_dim=16,
+        axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"begins with the video's tokens, .* got FluxTransformer2"
+    ):
+        enable(model, tiles(1, 1, 1))
+    assert enable(model, DENSE)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "served"),
+    [(96, torch.bfloat16, True), (160, torch.bfloat16, False), (64, torch.float32, False)],
+)
+def test_what_kernels_do_not_take_runs_in_torch(
+    size: int, dtype: torch.dtype, served: bool, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    q, k, v = torch.randn(3, 1, 50, 2, size, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
+    want = dispatch.dispatch_attention_fn(q, k, v)
+    backend = dispatch.AttentionBackendName(enable(wan(), VideoAttention()))
+    with caplog.at_level("WARNING", "kda_dsv4"):
+        got = dispatch.dispatch_attention_fn(q, k, v, backend=backend)
+    assert torch.equal(got, want) != served and relative_error(got, want) < 6e-2
+
+
+def test_a_mask_in_compiled_code(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, 2, 128, 2, 64, generator=generator)
+    backend = dispatch.AttentionBackendName(enable(wan(), tiles(1, 1, 1)))
+
+    def model(q: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = dispatch.dispatch_attention_fn(q + 1, k, v, attn_mask=mask, backend=backend)
+        return found * 2
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for mask in (torch.ones(2, 1, 1, 128, dtype=torch.bool), torch.rand(2, 1, 1, 128) < 0.5):
+        torch.testing.assert_close(compiled(q, mask), model(q, mask), rtol=0, atol=0)
+
+
+def test_a_mask_in_a_capture_counts_as_hiding(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be read on the host there."""
+    q, k, v = torch.randn(3, 2, 128, 2, 64, generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones(2, 1, 1, 128, dtype=torch.bool)
+    want = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask)
+    backend = dispatch.AttentionBackendName(enable(wan(), tiles(1, 1, 1)))
+    monkeypatch.setattr(adapter, "is_capturing", lambda device: True)
+    got = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend)
     assert torch.equal(got, want)
