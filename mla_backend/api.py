@@ -6,7 +6,7 @@ import torch
 
 from backend_core.contracts import expect_kernel_device, once
 from backend_core.launch.streams import is_elsewhere, run_there
-from backend_core.operator import Lead, Selection, select
+from backend_core.operator import Selection, select
 from backend_core.target import Target, detect_target
 from mla_backend.contract.mla_decode import MlaInputs, check_mla_decode, split_cache
 from mla_backend.contract.sparse_mla import token_stride
@@ -17,22 +17,9 @@ from mla_backend.spec import MlaSpec
 from mla_backend.step_plan import MlaPlan
 
 
-def select_mla_decode(
-    target: Target, spec: MlaSpec, upstream: str | None = None
-) -> Selection[MlaSpec, MlaRun]:
+def select_mla_decode(target: Target, spec: MlaSpec) -> Selection[MlaSpec, MlaRun]:
     """Choose the paths of a layer; call it at model load (`backend_core.operator.select`)."""
-    return select(TABLES, "mla_decode", target, spec, upstream)
-
-
-def decode_lead(target: Target, heads: int, kernel: str, query_tokens: int = 1) -> Lead:
-    """The numbers of requests in whose decode steps ours is ahead of an engine's kernel.
-
-    Raises:
-        LookupError: no path can serve such layers.
-        ValueError: a number is not one that `MlaSpec` takes.
-    """
-    spec = MlaSpec(heads, 16, query_tokens=query_tokens)  # rows ask for no other multiple of 16
-    return select_mla_decode(target, spec, kernel).lead(spec.row_class, spec.query_rows)
+    return select(TABLES, "mla_decode", target, spec)
 
 
 def selection_for(device: torch.device, spec: MlaSpec) -> Selection[MlaSpec, MlaRun]:
@@ -127,10 +114,10 @@ def _ready(
     """A call's path, bound, and the strides of its query tokens."""
     spec, step = selection.spec, (lengths, query_tokens, prefix_heads)
     check_mla_decode(spec, *step, q, kv, block_table, scale, sinks, out, lse)
-    grid = lengths.shape[0] * spec.query_rows
-    if selection.row(grid).name != "torch":
+    requests = lengths.shape[0]
+    if selection.row(requests).name != "torch":
         expect_kernel_device("q_latent", q[0])
-    return selection.run(grid), (token_stride(q[0]), token_stride(q[1]))
+    return selection.run(requests), (token_stride(q[0]), token_stride(q[1]))
 
 
 __all__ = ["MlaSpec", "mla_decode", "select_mla_decode", "selection_for", "split_cache"]

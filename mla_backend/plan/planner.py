@@ -123,7 +123,7 @@ class MlaPlanner:
                     f"lengths must have at most {MAX_PREFIX_REQUESTS} requests where prefixes are"
                     f" shared, got {requests}"
                 )
-        path = self.selection.row(requests * self.spec.query_rows)
+        path = self.selection.row(requests)
         if path.name != "torch":
             contracts.expect_kernel_device("lengths", lengths)
         plan = self._allocate(lengths, path) if out is None else out

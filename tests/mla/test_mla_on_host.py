@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.operator import Lead
 from mla_backend import combine
 from mla_backend.api import mla_decode
+from mla_backend.beside import Beside
 from mla_backend.decode import sm90 as mla_sm90
 from mla_backend.engines import mla_decoder
 from mla_backend.plan import MlaPlanner, planner
@@ -114,8 +114,7 @@ def test_an_engines_step_looks_for_shared_prompts(
     use()
     spec = MlaSpec(4, 16)
     selection = forced(spec, "sm90", 4, shared_requests=3, shared_tokens=64)
-    monkeypatch.setattr(mla_decoder, "select_mla_decode", lambda target, spec: selection)
-    monkeypatch.setattr(mla_decoder, "decode_lead", lambda *args: Lead(((1, None),), "a test"))
+    monkeypatch.setattr(mla_decoder, "select_beside", lambda *args: Beside({1: selection}, {}))
     decoder = mla_decoder.MlaDecoder(
         selection.target,
         torch.device("cpu"),
