@@ -20,11 +20,15 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from backend_core.contracts import expect_kernel_device
 from backend_core.tables.schema import UPSTREAM, KernelPath, Operator, TableSchema
 from backend_core.tables.select import PathRow, PathTable, explain, load_table
 from backend_core.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Spec = TypeVar("Spec")
 Run = TypeVar("Run", bound=Callable[..., Any])
@@ -44,6 +48,7 @@ class Selection(Generic[Spec, Run]):
         rows: those that serve, in the table's order; the last is for every larger grid.
         explained: what became of each row of the table; none for a forced choice.
         upstream: the engine's kernel to which rows may leave their calls.
+        has_kernels: whether a row launches kernels, which read a GPU's memory alone.
     """
 
     operator: Operator
@@ -52,11 +57,13 @@ class Selection(Generic[Spec, Run]):
     rows: tuple[KernelPath, ...]
     explained: tuple[PathRow, ...] = field(default=(), repr=False)
     upstream: str | None = None
+    has_kernels: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         keep = functools.partial(object.__setattr__, self)
         keep("_bounds", [row.max_grid or sys.maxsize for row in self.rows[:-1]])
         keep("_is_limited", any(row.is_limited for row in self.rows))
+        keep("has_kernels", any(row.is_kernel for row in self.rows))
         keep("_runs", [None] * len(self.rows))
         keep("_of_spec", {self.spec: self})
 
@@ -78,6 +85,15 @@ class Selection(Generic[Spec, Run]):
         """
         index = self._index(grid, longest)
         return self._runs[index] or self._bind(index)  # type: ignore[attr-defined]
+
+    def expect_device(self, name: str, tensor: Tensor) -> None:
+        """Require a call's tensors where its path can read them, once for calls alike.
+
+        Raises:
+            ValueError: kernels run such calls, and the tensor is on a CPU.
+        """
+        if self.has_kernels:
+            expect_kernel_device(name, tensor)
 
     def _index(self, grid: int, longest: int | None) -> int:
         index = bisect_left(self._bounds, grid)  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ import torch
 from backend_core.contracts import (
     expect_device,
     expect_dtype,
-    expect_kernel_device,
     expect_shape,
     expect_stride,
     interprets,
@@ -305,11 +304,9 @@ def bind(
         selection = select(TABLES, OPERATOR, target or detect_target(plan_device), bound)
     else:
         selection = expect_operator(selection, OPERATOR).for_spec(bound)
-    has_kernels = any(row.name != "torch" for row in selection.rows)
-    if has_kernels:
-        expect_kernel_device("kv_score", kv_score)
+    selection.expect_device("kv_score", kv_score)
     call = LowRatioCall(layer, kv_score, state, cache, index_cache, score)
-    return _Bound(selection, call.pack() if has_kernels and not interprets() else None)
+    return _Bound(selection, call.pack() if selection.has_kernels and not interprets() else None)
 
 
 def bound_low_ratio(

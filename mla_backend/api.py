@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backend_core.contracts import expect_kernel_device, once
+from backend_core.contracts import once
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection, select
 from backend_core.target import Target, detect_target
@@ -115,8 +115,7 @@ def _ready(
     spec, step = selection.spec, (lengths, query_tokens, prefix_heads)
     check_mla_decode(spec, *step, q, kv, block_table, scale, sinks, out, lse)
     requests = lengths.shape[0]
-    if selection.row(requests).name != "torch":
-        expect_kernel_device("q_latent", q[0])
+    selection.expect_device("q_latent", q[0])
     return selection.run(requests), (token_stride(q[0]), token_stride(q[1]))
 
 

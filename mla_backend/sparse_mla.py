@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from backend_core.contracts import expect_kernel_device, once
+from backend_core.contracts import once
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection, select
 from backend_core.target import Target, detect_target
@@ -116,8 +116,7 @@ def _ready(
     tokens = q.shape[0] * q.shape[1]
     if not tokens:
         return None, ()
-    if selection.row(tokens).name != "torch":
-        expect_kernel_device("q", q)
+    selection.expect_device("q", q)
     run = selection.run(tokens)
     if splits is None or selection.spec.cache_format == "bf16_rows":
         splits = run.splits(tokens, tuple(given.topk for given in lists))

@@ -28,6 +28,8 @@ class NoParams:
 
 UPSTREAM = "upstream"
 """The name of rows that leave a call to the engine's own kernel."""
+TORCH = "torch"
+"""The name of the path that runs no kernel, on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,11 @@ class KernelPath:
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether the path launches kernels of this package."""
+        return self.name not in (TORCH, UPSTREAM)
 
     def params_dict(self) -> dict[str, int | bool | str]:
         """The launch parameters by name, for reports; without sections that paths share."""
