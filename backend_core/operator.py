@@ -18,7 +18,6 @@ import functools
 import itertools
 import sys
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Spec = TypeVar("Spec")
-Run = TypeVar("Run", bound=Callable[..., Any])
+Run = TypeVar("Run")
 
 
 @dataclass(frozen=True, eq=False)

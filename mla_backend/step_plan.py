@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +64,7 @@ class MlaPlan:
         merges: ``[1 + requests]`` int32: how many requests are to be merged, and which; ``None``
             where the planner leaves no list.
         starts: scratch of the planner.
+        prepared: the launches of calls of this plan, by their layout (`mla_backend.api`).
     """
 
     lengths: torch.Tensor
@@ -73,6 +75,9 @@ class MlaPlan:
     prefix: SharedPrefix | None = None
     merges: torch.Tensor | None = None
     starts: torch.Tensor | None = field(default=None, repr=False)
+    prepared: dict[Hashable, Callable[..., None]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def requests(self) -> int:

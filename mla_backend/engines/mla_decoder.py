@@ -16,7 +16,7 @@ from backend_core.target import Target
 from mla_backend.api import mla_decode
 from mla_backend.beside import Beside, select_beside
 from mla_backend.contract.mla_decode import by_request, split_cache
-from mla_backend.decode import MlaRun
+from mla_backend.decode import MlaPath
 from mla_backend.plan.planner import MAX_PREFIX_REQUESTS, MAX_TILES, MlaPlanner
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
@@ -45,7 +45,7 @@ class MlaStep:
         block_table: ``[requests, pages]`` int32.
     """
 
-    selection: Selection[MlaSpec, MlaRun]
+    selection: Selection[MlaSpec, MlaPath]
     plan: MlaPlan
     block_table: torch.Tensor
     scratch: SplitScratch

@@ -14,7 +14,7 @@ from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection
 from backend_core.tables.schema import KernelPath
 from mla_backend.contract.mla_decode import expect_heads
-from mla_backend.decode import MlaRun
+from mla_backend.decode import MlaPath
 from mla_backend.launch_params import Sm90MlaParams, TritonMlaParams
 from mla_backend.plan.split_kv import CANDIDATES, split_kv
 from mla_backend.spec import MlaSpec
@@ -65,7 +65,7 @@ class MlaPlanner:
 
     def __init__(
         self,
-        selection: Selection[MlaSpec, MlaRun],
+        selection: Selection[MlaSpec, MlaPath],
         *,
         shared_prefix_tokens: int = 0,
         shared_prefix_requests: int = 2,

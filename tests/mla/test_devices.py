@@ -27,7 +27,7 @@ from mla_backend import api
 from mla_backend.api import mla_decode
 from mla_backend.beside import Beside
 from mla_backend.contract.sparse_mla import NamedRows
-from mla_backend.decode import MlaRun
+from mla_backend.decode import MlaPath
 from mla_backend.drop_ins import flashinfer
 from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache
 from mla_backend.engines import mla_decoder
@@ -56,7 +56,7 @@ def i32(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def mla_selection(device: torch.device, spec: MlaSpec = SPEC) -> Selection[MlaSpec, MlaRun]:
+def mla_selection(device: torch.device, spec: MlaSpec = SPEC) -> Selection[MlaSpec, MlaPath]:
     """That of the device; on a CPU Triton's, which the interpreter runs."""
     return (
         api.selection_for(device, spec) if device.type == "cuda" else cases.forced(spec, "triton")
