@@ -98,7 +98,7 @@ def mla_decode(
     key = layout, causal, pdl_prefetch_safe
     prepared = plan.prepared.get(key)
     if prepared is None:
-        prepared = plan.prepared[key] = layout.path.prepare(x)
+        prepared = plan.prepared.keep(key, layout.path.prepare(x))
     prepared(x, scratch_of_call(scratch, plan.device))
     return out, lse
 

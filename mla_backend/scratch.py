@@ -36,13 +36,15 @@ class SplitScratch:
         if len(self._views) >= _VIEWS:
             self._views.clear()
         if slots * rows * dim > self._out.numel():
+            larger = self._out.new_empty(slots * rows * dim)  # whatever torch's default dtype
             self._views.clear()
             self._outgrown.append(self._out)
-            self._out = self._out.new_empty(slots * rows * dim)  # whatever torch's default dtype
+            self._out = larger
         if slots * rows > self._lse.numel():
+            larger = self._lse.new_empty(slots * rows)
             self._views.clear()
             self._outgrown.append(self._lse)
-            self._lse = self._lse.new_empty(slots * rows)
+            self._lse = larger
         return (
             self._out[: slots * rows * dim].view(slots, rows, dim),
             self._lse[: slots * rows].view(slots, rows),

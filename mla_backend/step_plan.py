@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
+
+from backend_core.ready import Prepared
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,7 @@ class MlaPlan:
     prefix: SharedPrefix | None = None
     merges: torch.Tensor | None = None
     starts: torch.Tensor | None = field(default=None, repr=False)
-    prepared: dict[Hashable, Callable[..., None]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    prepared: Prepared = field(default_factory=Prepared, init=False, repr=False, compare=False)
 
     @property
     def requests(self) -> int:
