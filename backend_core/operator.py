@@ -9,7 +9,7 @@ which fixes all that follows from the row, the layer and the GPU, and returns wh
 call. A `Selection` holds an operator's rows for one layer on one GPU and their bound functions::
 
     selection = select(TABLES, "sparse_mla", target, spec)     # at model load
-    selection.run(tokens * heads)(call)                        # in each call
+    selection.run(tokens)(call)                                # in each call
 """
 
 from __future__ import annotations
@@ -18,47 +18,19 @@ import functools
 import itertools
 import sys
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from backend_core.contracts import expect_kernel_device
 from backend_core.tables.schema import UPSTREAM, KernelPath, Operator, TableSchema
 from backend_core.tables.select import PathRow, PathTable, explain, load_table
 from backend_core.target import Target
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Spec = TypeVar("Spec")
-Run = TypeVar("Run", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Lead:
-    """The sizes of call in which an operator is ahead of an engine's kernel, as the rows say.
-
-    Attributes:
-        sizes: (fewest, most) of each range, ascending; ``None`` for the most where all larger ones
-            are in it.
-        why: the result file that the rows follow from, or in words why there is no such size.
-    """
-
-    sizes: tuple[tuple[int, int | None], ...]
-    why: str
-
-    def covers(self, size: int) -> bool:
-        return any(low <= size <= (high or size) for low, high in self.sizes)
-
-    @property
-    def is_unlimited(self) -> bool:
-        return self.sizes == ((1, None),)
-
-    def __str__(self) -> str:
-        """Follows ``of``: ``up to 16 and of 64 to 128``."""
-        if self.is_unlimited:
-            return "any number of"
-        words = []
-        for low, high in self.sizes:
-            fewest = "up" if low == 1 else low
-            words.append(f"{fewest} to {high}" if high else f"{low} and more")
-        return " and of ".join(words)
+Run = TypeVar("Run")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +47,7 @@ class Selection(Generic[Spec, Run]):
         rows: those that serve, in the table's order; the last is for every larger grid.
         explained: what became of each row of the table; none for a forced choice.
         upstream: the engine's kernel to which rows may leave their calls.
+        has_kernels: whether a row launches kernels, which read a GPU's memory alone.
     """
 
     operator: Operator
@@ -83,11 +56,13 @@ class Selection(Generic[Spec, Run]):
     rows: tuple[KernelPath, ...]
     explained: tuple[PathRow, ...] = field(default=(), repr=False)
     upstream: str | None = None
+    has_kernels: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         keep = functools.partial(object.__setattr__, self)
         keep("_bounds", [row.max_grid or sys.maxsize for row in self.rows[:-1]])
         keep("_is_limited", any(row.is_limited for row in self.rows))
+        keep("has_kernels", any(row.is_kernel for row in self.rows))
         keep("_runs", [None] * len(self.rows))
         keep("_of_spec", {self.spec: self})
 
@@ -109,6 +84,15 @@ class Selection(Generic[Spec, Run]):
         """
         index = self._index(grid, longest)
         return self._runs[index] or self._bind(index)  # type: ignore[attr-defined]
+
+    def expect_device(self, name: str, tensor: Tensor) -> None:
+        """Require a call's tensors where its path can read them, once for calls alike.
+
+        Raises:
+            ValueError: kernels run such calls, and the tensor is on a CPU.
+        """
+        if self.has_kernels:
+            expect_kernel_device(name, tensor)
 
     def _index(self, grid: int, longest: int | None) -> int:
         index = bisect_left(self._bounds, grid)  # type: ignore[attr-defined]
@@ -139,41 +123,18 @@ class Selection(Generic[Spec, Run]):
         return of_spec.get(spec) or of_spec.setdefault(spec, replace(self, spec=spec))
 
     @property
-    def most(self) -> int | None:
-        """The largest grid before the first that is left to upstream; ``None`` where none is."""
-        before = 0
-        for row in self.rows:
-            if row.name == UPSTREAM:
-                return before
-            before = row.max_grid or before
-        return None
-
-    def lead(self, unit: int, count: int) -> Lead:
-        """The sizes that are not left to the engine's kernel, if a row of the table names it.
-
-        Args:
-            unit: units of the grid in one of size: of a request, the query rows it is judged as.
-            count: query rows or heads that the rank has, for the reason where no size is ours.
-        """
-        theirs = [row.path for row in self.explained if row.path.name == UPSTREAM]
-        theirs = [path for path in theirs if path.params.kernel == self.upstream]
-        if not theirs:
-            what, where = self.operator.name, self.target.arch
-            return Lead((), f"no result compares {what} with {self.upstream} on {where}")
-        sizes: list[tuple[int, int | None]] = []
+    def sizes(self) -> tuple[tuple[int, int | None], ...]:
+        """(fewest, most) of each range of grids that is not left to upstream, ascending; ``None``
+        for the most where all larger grids are in the range."""
+        found: list[tuple[int, int | None]] = []
         first = 1
         bounds = zip(self.rows, [*self._bounds, None], strict=True)  # type: ignore[attr-defined]
-        for is_theirs, rows in itertools.groupby(bounds, lambda row: row[0].name == UPSTREAM):
-            *_, (_, bound) = rows
-            last = None if bound is None else bound // unit
-            if not is_theirs and last != first - 1:
-                sizes.append((first, last))
+        for is_upstream, rows in itertools.groupby(bounds, lambda row: row[0].name == UPSTREAM):
+            *_, (_, last) = rows
+            if not is_upstream:
+                found.append((first, last))
             first = (last or 0) + 1
-        if not sizes:
-            why = self.rows[0].provenance.removeprefix("not measured, ")
-            return Lead((), f"{why}, and this rank has {count}")
-        source = max(theirs, key=lambda path: path.measured).provenance.rpartition(", ")[2]
-        return Lead(tuple(sizes), source)
+        return tuple(found)
 
 
 def choose(

@@ -1,4 +1,5 @@
-"""The one cache of calls: from what a check may look at in a call to what was made ready for it.
+"""The one cache of calls: from what a check may look at in a call to what was made ready for it;
+and what a plan keeps for its calls.
 
 Checking and packing take longer than a launch, and most calls of a layer agree in shapes, strides,
 dtypes and devices. `Ready` makes a thing once for calls that agree: the result of a check, or a
@@ -8,11 +9,12 @@ closure that adds addresses and launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
-from typing import Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 Values = ParamSpec("Values")
 Result = TypeVar("Result")
 _KEPT = 1024  # results of one cache
+_LAYOUTS = 256  # of the calls of one plan
 
 
 class Ready(Generic[Values, Result]):
@@ -69,6 +71,20 @@ class Ready(Generic[Values, Result]):
             self._state = learned, signature, found
         found[signature(*values)] = result
         return result
+
+
+class Prepared(dict[Hashable, Any]):
+    """What calls of one plan have in common, by their layout: checked, chosen and packed once.
+
+    It is the plan's, and dies with it; it holds addresses of the plan's tensors, and none of a
+    call's.
+    """
+
+    def keep(self, layout: Hashable, made: Result) -> Result:
+        if len(self) >= _LAYOUTS:
+            self.clear()
+        self[layout] = made
+        return made
 
 
 class _Leaf(NamedTuple):

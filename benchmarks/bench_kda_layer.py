@@ -31,6 +31,7 @@ from kda_backend import layer, reference
 from kda_backend.contract.values import (
     ConvInputs,
     GateSpec,
+    Kept,
     NormInputs,
     PrefillCall,
     StateRef,
@@ -89,7 +90,6 @@ class Layer:
             offsets.to(device), tokens, cu_seqlens_cpu=offsets, chunk_table=device != "cpu"
         )
         self.scratch = Scratch(torch.device(device))
-        self.known: layer.KnownLayouts = {}
 
     @property
     def shape(self) -> KdaShape:
@@ -106,7 +106,6 @@ class Layer:
             self.state,
             self.plan,
             self.scratch,
-            known=self.known,
         )
 
     def reset(self) -> None:
@@ -179,7 +178,7 @@ class Layer:
         out = torch.empty_like(tokens.out)
         of_values = ConvInputs(window[:, first:], weights.conv[first:])
         one = out.unsqueeze(0)
-        call = PrefillCall(rows, weights.gate, plan, state, one, None, self.scratch, {})
+        call = PrefillCall(rows, weights.gate, plan, state, one, None, self.scratch, Kept())
         _, prefill = path_of(selection, rows, plan, state)
         norm = NormInputs(weights.norm, tokens.gate, weights.norm_eps)
         return {

@@ -39,7 +39,7 @@ from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment, graph_us
 from benchmarks.peers import mla_decode as mla_decode_peers
 from mla_backend.api import mla_decode, select_mla_decode
-from mla_backend.decode import MlaRun
+from mla_backend.decode import MlaPath
 from mla_backend.launch_params import TABLES
 from mla_backend.plan import MlaPlanner
 from mla_backend.scratch import SplitScratch
@@ -111,7 +111,7 @@ class Case:
 
 def selection_of(
     spec: MlaSpec, path: str | None = None, **params: Any
-) -> Selection[MlaSpec, MlaRun]:
+) -> Selection[MlaSpec, MlaPath]:
     """The table's selection, or a row of one path with other parameters than the table's."""
     chosen = select_mla_decode(detect_target(DEVICE), spec)
     if path is None and not params:

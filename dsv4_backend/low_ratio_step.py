@@ -9,7 +9,7 @@ vLLM names the state row of each token. sglang names its request, whose number i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,7 +19,6 @@ import torch
 from backend_core.contracts import (
     expect_device,
     expect_dtype,
-    expect_kernel_device,
     expect_shape,
     expect_stride,
     interprets,
@@ -34,7 +33,6 @@ from dsv4_backend.spec import LATENT_DIM, LowRatioLayer, LowRatioSpec
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import Argument, Packed
-    from dsv4_backend.launch_cache import LaunchCache
 
 OPERATOR = "low_ratio"
 RING_ROWS = 8
@@ -238,7 +236,7 @@ class LowRatioStepSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class _Bound:
+class LowRatioBound:
     """What calls that agree share; ``packed`` as in `dsv4_backend.step.Bound`."""
 
     selection: Selection[LowRatioStepSpec, LowRatioRun]
@@ -267,7 +265,7 @@ def bind(
     plan_device: torch.device,
     target: Target | None,
     selection: Selection[LowRatioStepSpec, LowRatioRun] | None,
-) -> _Bound:
+) -> LowRatioBound:
     """Check a call, and select and bind its paths; ``weights``: the addresses of the layer's."""
     spec, device = layer.spec, layer.key_projection.device
     expect_shape("kv_score", kv_score, ("T", spec.row_width if score is None else LATENT_DIM))
@@ -305,11 +303,11 @@ def bind(
         selection = select(TABLES, OPERATOR, target or detect_target(plan_device), bound)
     else:
         selection = expect_operator(selection, OPERATOR).for_spec(bound)
-    has_kernels = any(row.name != "torch" for row in selection.rows)
-    if has_kernels:
-        expect_kernel_device("kv_score", kv_score)
+    selection.expect_device("kv_score", kv_score)
     call = LowRatioCall(layer, kv_score, state, cache, index_cache, score)
-    return _Bound(selection, call.pack() if has_kernels and not interprets() else None)
+    return LowRatioBound(
+        selection, call.pack() if selection.has_kernels and not interprets() else None
+    )
 
 
 def bound_low_ratio(
@@ -317,12 +315,16 @@ def bound_low_ratio(
     plan: LowRatioStep,
     target: Target | None,
     selection: Selection[Any, Any] | None,
-    launches: LaunchCache | None,
+    bind: Callable[..., LowRatioBound],
 ) -> Selection[LowRatioStepSpec, LowRatioRun]:
-    """Check a call or find that one like it was, make it ready, and return its paths."""
+    """Check a call or find that one like it was, make it ready, and return its paths.
+
+    Args:
+        bind: `bind`, or what keeps its results for calls that agree.
+    """
     layer = call.layer
     tensors = (layer.norm_weight, layer.key_projection, layer.key_norm_weight, layer.rope_table)
-    bound = (bind if launches is None else launches.low_ratio)(
+    bound = bind(
         layer,
         call.kv_score,
         call.state,

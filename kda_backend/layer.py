@@ -7,7 +7,8 @@ pools of convolution and recurrent states that are read and written in place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from backend_core.launch.triton import Again
 
 
+_NONE = [0, 0, 0, 0]  # states inside of the sequences
+
+
 class LayerWeights(NamedTuple):
     """A layer's weights beside its projections; the tensors are the engine's own.
 
@@ -78,10 +82,32 @@ class Projections(NamedTuple):
     out: torch.Tensor
 
 
-Alike = Callable[[LayerWeights, Projections, torch.Tensor, StateRef, Scratch], object]
-"""Runs the prefill of a layer that is laid out as another one of its step: weights, projections,
-pool of windows, state and scratch memory."""
-KnownLayouts = dict[Hashable, Alike]
+class Addresses(NamedTuple):
+    """Where the tensors of a layer's prefill lie; 0 for one that is not there.
+
+    Attributes:
+        windows, taps: of the convolution; norm: its weight; states: the pool.
+        slots, continued: the sequences' slots, and which of them have an initial state.
+    """
+
+    qkv: int
+    g: int
+    beta: int
+    gate: int
+    out: int
+    windows: int
+    taps: int
+    norm: int
+    states: int
+    slots: int
+    continued: int
+
+
+Prefill = Callable[
+    [Addresses, LayerWeights, Projections, torch.Tensor, StateRef, StepPlan, Scratch], object
+]
+"""Runs the prefill of a layer that is laid out as the one which prepared it: addresses, weights,
+projections, pool of windows, state, the step plan and scratch memory."""
 
 
 def prefill(
@@ -94,18 +120,15 @@ def prefill(
     scratch: Scratch,
     *,
     checkpoints: Checkpoints | None = None,
-    known: KnownLayouts | None = None,
 ) -> None:
     """Sequences of any length: a convolution, the chunked delta rule, the norm.
 
     Args:
         conv_pool: ``[slots, 3 H D, 3]``, any strides.
         state: slots of a pool ``[slots, H, D, D]``, which are those of ``conv_pool`` too.
-        step_plan: of these T tokens.
+        step_plan: of these T tokens. Its layers are checked once for each layout.
         checkpoints: states inside of the sequences, which go to slots of their own. Recurrent
             states of 16 bits take memory in fp32 on their way, one for each sequence.
-        known: of this step, and of no other: its layers, whose tensors have the same shapes and
-            dtypes, are checked once for each layout.
 
     Raises:
         ValueError: a tensor is not as described; nothing has been written then.
@@ -114,16 +137,33 @@ def prefill(
     if checkpoints is not None:
         state = with_checkpoints(state, checkpoints)
     assert pool is not None and state.indices is not None
-    tensors = (*x, conv_pool, pool, weights.conv)
-    layout = (
-        *(selection, gate.kind, gate.lower_bound, weights.norm_eps),
-        *(checkpoints is None, -1 if initial is None else initial.data_ptr() & 15),
-        *[tensor.stride() for tensor in tensors],
-        *[tensor.data_ptr() & 15 for tensor in (*tensors, weights.norm, state.indices)],
+    (qkv, g, beta, gate_out, out), (taps, _, norm, eps) = x, weights
+    at = Addresses(
+        qkv.data_ptr(),
+        g.data_ptr(),
+        beta.data_ptr(),
+        gate_out.data_ptr(),
+        out.data_ptr(),
+        conv_pool.data_ptr(),
+        taps.data_ptr(),
+        norm.data_ptr(),
+        pool.data_ptr(),
+        state.indices.data_ptr(),
+        0 if initial is None else initial.data_ptr(),
     )
-    alike = None if known is None else known.get(layout)
-    if alike is not None:
-        alike(weights, x, conv_pool, state, scratch)
+    off = functools.reduce(operator.or_, at) & 15
+    layout = (
+        *(selection, gate.kind, gate.lower_bound, eps, checkpoints is None, initial is None),
+        off and tuple([address & 15 for address in at]),
+        *(qkv.shape, g.shape, beta.shape, gate_out.shape, out.shape),
+        *(qkv.dtype, g.dtype, beta.dtype, gate_out.dtype, out.dtype),
+        *(conv_pool.dtype, taps.dtype, norm.dtype, pool.dtype),
+        *(qkv.stride(), g.stride(), beta.stride(), gate_out.stride(), out.stride()),
+        *(conv_pool.stride(), taps.stride(), pool.stride()),
+    )
+    prepared: Prefill | None = step_plan.prepared.get(layout)
+    if prepared is not None:
+        prepared(at, weights, x, conv_pool, state, step_plan, scratch)
     else:
         if checkpoints is not None:
             check_checkpoints(checkpoints, x.qkv, step_plan)
@@ -131,24 +171,25 @@ def prefill(
         rows = _check_sequences(weights, selection, x, conv, state, step_plan)
         path, run = path_of(selection, rows, step_plan, state)
         fused = convolves(path, rows, gate, step_plan, state, conv)
-        alike = functools.partial(_by_tensors, selection, step_plan, run, fused, {})
-        again = alike(weights, x, conv_pool, state, scratch)
-        if known is not None:
-            known[layout] = alike if again is None else _by_addresses(again, fused, x, conv)
+        by_tensors = functools.partial(_by_tensors, selection, run, fused, Kept())
+        again = by_tensors(at, weights, x, conv_pool, state, step_plan, scratch)
+        prepared = by_tensors if again is None else _by_addresses(again, fused, x, conv)
+        step_plan.prepared.keep(layout, prepared)
     if checkpoints is not None:
         store_checkpoints(x.qkv, state, conv_pool, checkpoints, step_plan)
 
 
 def _by_tensors(
     selection: KdaSelection,
-    step_plan: StepPlan,
     run: Callable[[PrefillCall], Relaunch | None],
     fused: bool,
     kept: Kept,
+    at: Addresses,
     weights: LayerWeights,
     x: Projections,
     conv_pool: torch.Tensor,
     state: StateRef,
+    step_plan: StepPlan,
     scratch: Scratch,
 ) -> tuple[Again, Relaunch, Again] | None:
     """A layer's prefill, and its three parts to be launched again, if all can be.
@@ -177,7 +218,7 @@ def _by_tensors(
 
 def _by_addresses(
     again: tuple[Again, Relaunch, Again], fused: bool, x: Projections, conv: ConvInputs
-) -> Alike:
+) -> Prefill:
     """The launches of `_by_tensors` again; ``x`` and ``conv`` are laid out as those that come."""
     (tokens, channels), dtype, device = x.qkv.shape, x.qkv.dtype, x.qkv.device
     key_bytes = channels // 3 * dtype.itemsize  # of a token's q, and of its k
@@ -189,23 +230,25 @@ def _by_addresses(
     convolve, chunked, norm = again
 
     def launch(
+        at: Addresses,
         weights: LayerWeights,
         x: Projections,
         conv_pool: torch.Tensor,
         state: StateRef,
+        step_plan: StepPlan,
         scratch: Scratch,
     ) -> None:
-        qkv, g, beta, gate, o = [tensor.data_ptr() for tensor in x]
-        taps, windows = weights.conv.data_ptr(), conv_pool.data_ptr()
-        states = state_addresses(state, None)
-        slots, continued = states[2], states[3] or None
+        qkv, g, beta, gate, o, windows, taps, norm_weight, states, slots, continued = at
         memory = torch.empty(tokens, width, dtype=dtype, device=device)
         mixed = memory.data_ptr()
-        convolve(qkv + row_at, taps + tap_at, mixed, windows + window_at, slots, continued)
+        initial = continued or None
+        convolve(qkv + row_at, taps + tap_at, mixed, windows + window_at, slots, initial)
         q, v = (qkv, mixed) if fused else (mixed, mixed + 2 * key_bytes)
         rows = q, q + key_bytes, v, g, beta, o
-        chunked(rows, weights.gate, states, scratch, (windows, taps) if fused else ())
-        norm(o, gate, weights.norm.data_ptr(), o)
+        inside = _NONE if state.snapshots is None else state_addresses(state, None)[4:]
+        pools = states, states, slots, continued, *inside
+        chunked(rows, weights.gate, pools, scratch, (windows, taps) if fused else ())
+        norm(o, gate, norm_weight, o)
 
     return launch
 

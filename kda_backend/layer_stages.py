@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from backend_core.launch.triton import Again, KernelLaunch
 
 
+CONV_TENSORS = (
+    *("x_ptr", "conv_weight_ptr", "o_ptr", "conv_state_ptr", "state_indices_ptr"),
+    "has_initial_state_ptr",
+)
+NORM_TENSORS = ("x_ptr", "gate_ptr", "weight_ptr", "o_ptr")
+"""The tensors of a layer, as `Again` takes their addresses."""
+
+
 def short_conv(
     x: torch.Tensor, conv: ConvInputs, state: StateRef, step_plan: StepPlan
 ) -> tuple[torch.Tensor, Again | None]:
@@ -157,7 +165,9 @@ def _short_conv_kernel(channels: int, fast_math: bool) -> tuple[KernelLaunch, in
         "FAST_MATH": fast_math,
     }
     axes = {"x": "t", "o": "t", "conv_state": "ncw"}
-    return KernelLaunch(short_conv_kernel, constexprs, {"num_warps": 4}, axes=axes), block
+    launch = KernelLaunch(short_conv_kernel, constexprs, {"num_warps": 4}, axes=axes)
+    assert launch.argument_names[: len(CONV_TENSORS)] == CONV_TENSORS
+    return launch, block
 
 
 @functools.cache
@@ -177,7 +187,9 @@ def _gated_norm_kernel(dim: int, fast_math: bool) -> tuple[KernelLaunch, int]:
         "FAST_MATH": fast_math,
     }
     axes = {"x": "th", "gate": "th", "o": "th"}
-    return KernelLaunch(gated_norm_kernel, constexprs, {"num_warps": 4}, axes=axes), block_r
+    launch = KernelLaunch(gated_norm_kernel, constexprs, {"num_warps": 4}, axes=axes)
+    assert launch.argument_names[: len(NORM_TENSORS)] == NORM_TENSORS
+    return launch, block_r
 
 
 def _has_ptx(x: torch.Tensor) -> bool:

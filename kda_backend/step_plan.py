@@ -6,13 +6,14 @@ import functools
 import itertools
 import operator
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from backend_core.contracts import expect_kernel_device, expect_stride
 from backend_core.launch.streams import is_capturing, is_elsewhere, run_there
+from backend_core.ready import Prepared
 from kda_backend.spec import CHUNK
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class StepPlan:
         long_sequences: the number of sequences with more than half as many chunks as the longest;
             if the host does not know the lengths, all of them.
         chunk_table: on the device, which tokens each chunk covers; only the GPU paths need it.
+        prepared: the launches of calls of this plan, by their layout; they hold no address but the
+            plan's.
     """
 
     cu_seqlens: torch.Tensor
@@ -74,6 +77,7 @@ class StepPlan:
     max_chunks: int
     long_sequences: int
     chunk_table: ChunkTable | None
+    prepared: Prepared = field(default_factory=Prepared, init=False, repr=False, compare=False)
 
     @functools.cached_property
     def chunk_begins(self) -> torch.Tensor:

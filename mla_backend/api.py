@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from backend_core.contracts import expect_kernel_device, once
+from backend_core.contracts import once
 from backend_core.launch.streams import is_elsewhere, run_there
-from backend_core.operator import Lead, Selection, select
+from backend_core.operator import Selection, select
 from backend_core.target import Target, detect_target
 from mla_backend.contract.mla_decode import MlaInputs, check_mla_decode, split_cache
 from mla_backend.contract.sparse_mla import token_stride
-from mla_backend.decode import MlaRun
+from mla_backend.decode import MlaPath
 from mla_backend.launch_params import TABLES
 from mla_backend.scratch import SplitScratch, scratch_of_call
 from mla_backend.spec import MlaSpec
 from mla_backend.step_plan import MlaPlan
 
 
-def select_mla_decode(
-    target: Target, spec: MlaSpec, upstream: str | None = None
-) -> Selection[MlaSpec, MlaRun]:
+def select_mla_decode(target: Target, spec: MlaSpec) -> Selection[MlaSpec, MlaPath]:
     """Choose the paths of a layer; call it at model load (`backend_core.operator.select`)."""
-    return select(TABLES, "mla_decode", target, spec, upstream)
+    return select(TABLES, "mla_decode", target, spec)
 
 
-def decode_lead(target: Target, heads: int, kernel: str, query_tokens: int = 1) -> Lead:
-    """The numbers of requests in whose decode steps ours is ahead of an engine's kernel.
-
-    Raises:
-        LookupError: no path can serve such layers.
-        ValueError: a number is not one that `MlaSpec` takes.
-    """
-    spec = MlaSpec(heads, 16, query_tokens=query_tokens)  # rows ask for no other multiple of 16
-    return select_mla_decode(target, spec, kernel).lead(spec.row_class, spec.query_rows)
-
-
-def selection_for(device: torch.device, spec: MlaSpec) -> Selection[MlaSpec, MlaRun]:
+def selection_for(device: torch.device, spec: MlaSpec) -> Selection[MlaSpec, MlaPath]:
     """The selection for the processor that a device is."""
     return select_mla_decode(detect_target(device), spec)
 
@@ -47,7 +36,7 @@ def mla_decode(
     kv_rope: torch.Tensor,
     block_table: torch.Tensor,
     plan: MlaPlan,
-    selection: Selection[MlaSpec, MlaRun],
+    selection: Selection[MlaSpec, MlaPath],
     *,
     scale: float,
     causal: bool = True,
@@ -99,20 +88,32 @@ def mla_decode(
     q, kv = (q_latent, q_rope), (kv_latent, kv_rope)
     heads = None if prefix is None else prefix.num_heads
     step = (plan.lengths, plan.query_tokens, heads)
-    run, strides = _ready(selection, *step, q, kv, block_table, scale, sinks, out, lse)
+    layout = _layout(selection, *step, q, kv, block_table, scale, sinks, out, lse)
     if out is None:
         out = torch.empty(q_latent.shape, dtype=spec.dtype, device=plan.device)
     if lse is None:
         lse = torch.empty(q_latent.shape[:3], dtype=torch.float32, device=plan.device)
-    results = (sinks, out, lse, pdl_prefetch_safe, strides)
+    results = (sinks, out, lse, pdl_prefetch_safe, layout.strides_q_t)
     x = MlaInputs(spec, plan, q, kv, block_table, scale, causal, *results)
-    run(x, scratch_of_call(scratch, plan.device))
+    key = layout, causal, pdl_prefetch_safe
+    prepared = plan.prepared.get(key)
+    if prepared is None:
+        prepared = plan.prepared.keep(key, layout.path.prepare(x))
+    prepared(x, scratch_of_call(scratch, plan.device))
     return out, lse
 
 
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """What checked calls that agree have in common; compared by identity."""
+
+    path: MlaPath
+    strides_q_t: tuple[int, int]
+
+
 @once
-def _ready(
-    selection: Selection[MlaSpec, MlaRun],
+def _layout(
+    selection: Selection[MlaSpec, MlaPath],
     lengths: torch.Tensor,
     query_tokens: int,
     prefix_heads: int | None,
@@ -123,14 +124,12 @@ def _ready(
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
-) -> tuple[MlaRun, tuple[int, int]]:
-    """A call's path, bound, and the strides of its query tokens."""
+) -> _Layout:
     spec, step = selection.spec, (lengths, query_tokens, prefix_heads)
     check_mla_decode(spec, *step, q, kv, block_table, scale, sinks, out, lse)
-    grid = lengths.shape[0] * spec.query_rows
-    if selection.row(grid).name != "torch":
-        expect_kernel_device("q_latent", q[0])
-    return selection.run(grid), (token_stride(q[0]), token_stride(q[1]))
+    requests = lengths.shape[0]
+    selection.expect_device("q_latent", q[0])
+    return _Layout(selection.run(requests), (token_stride(q[0]), token_stride(q[1])))
 
 
 __all__ = ["MlaSpec", "mla_decode", "select_mla_decode", "selection_for", "split_cache"]

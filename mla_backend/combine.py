@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.cuda import CudaKernel, CudaLaunch, CudaParams
 from mla_backend.contract.mla_decode import MlaInputs
 from mla_backend.spec import LATENT_DIM, MAX_SPLITS
 
@@ -31,7 +31,8 @@ PARAMS = CudaParams(
         ("rows", "int"),  # of a request
         ("partial_rows", "int"),
         ("heads", "int"),
-    )
+    ),
+    addresses=("out", "lse", "partial_out", "partial_lse", "sinks"),
 )
 _FILLS = 264  # two CTAs per SM
 
@@ -67,28 +68,27 @@ def slot_rows(rows: int) -> int:
     return rows + 1 if rows < 64 else rows
 
 
-def combine_sm90(x: MlaInputs, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
-    """One launch of the CUDA kernel, placed while the main kernel runs."""
+def launch_sm90(x: MlaInputs) -> CudaLaunch:
+    """The launch of the CUDA kernel for a plan, placed while the main kernel runs."""
     prefix = x.plan.prefix
     rows = x.plan.requests * x.spec.query_rows
-    params = PARAMS.pack(
-        out=x.out.data_ptr(),
-        lse=x.lse.data_ptr(),
-        partial_out=partial_out.data_ptr(),
-        partial_lse=partial_lse.data_ptr(),
+    # one CTA per 64 channels of a row where that is not too many, else enough to fill the GPU
+    ctas = rows * 8 if rows * 8 <= _FILLS else min(max(-(-rows // 8), _FILLS), 4 * _FILLS)
+    return CudaLaunch(
+        _sm90_kernel(),
+        ctas,
+        256,
+        PARAMS,
+        pdl=True,
         num_splits=x.plan.num_splits.data_ptr(),
         merges=0 if x.plan.merges is None else x.plan.merges.data_ptr(),
         prefix_tile=0 if prefix is None else prefix.prefix_tile.data_ptr(),
         prefix_row=0 if prefix is None else prefix.prefix_row.data_ptr(),
-        sinks=0 if x.sinks is None else x.sinks.data_ptr(),
         requests=x.plan.requests,
         rows=x.spec.query_rows,
         partial_rows=slot_rows(x.spec.query_rows),
         heads=x.spec.num_heads,
     )
-    # one CTA per 64 channels of a row where that is not too many, else enough to fill the GPU
-    ctas = rows * 8 if rows * 8 <= _FILLS else min(max(-(-rows // 8), _FILLS), 4 * _FILLS)
-    _sm90_kernel()(ctas, 256, params, pdl=True)
 
 
 @functools.cache

@@ -41,38 +41,39 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
     heads = _heads(config, ranks)
     if config.get("model_type") == "deepseek_v4":
         return _describe_sparse(target, heads)
-    from mla_backend.api import decode_lead, select_mla_decode
+    from mla_backend.beside import result_file, select_beside, sizes_in_words
     from mla_backend.spec import MlaSpec
 
-    lead = decode_lead(target, heads, ENGINE_KERNEL)
-    if not lead.sizes:
-        raise LookupError(lead.why)
-    rows = select_mla_decode(target, MlaSpec(heads, 16), ENGINE_KERNEL).explained
+    specs = {"decode": MlaSpec(heads, 16)}
+    paths = select_beside("mla_decode", target, specs, ENGINE_KERNEL)
+    if paths.refused:
+        raise LookupError(paths.why)
+    selection = paths.served["decode"]
     return [
         f"{heads} heads per GPU",
-        f"decode steps of {lead} requests, where {lead.why} has them ahead of {ENGINE_KERNEL}",
-        *(str(row) for row in rows if not row.refusal),
+        f"decode steps of {sizes_in_words(selection)} requests, where {result_file(selection)} has"
+        f" them ahead of {ENGINE_KERNEL}",
+        *(str(row) for row in selection.explained if not row.refusal),
     ]
 
 
 def _describe_sparse(target: Target, heads: int) -> list[str]:
     """DeepSeek-V4's attention in vLLM and sglang."""
-    from mla_backend.engines.sparse_layer import FLASHMLA, refusal_of, sparse_leads, steps_of
-    from mla_backend.sparse_mla import select_sparse_mla
-    from mla_backend.spec_sparse_mla import SparseMlaSpec
+    from mla_backend.beside import result_file
+    from mla_backend.engines.sparse_layer import FLASHMLA, calls_in_words, sparse_paths
 
-    leads = sparse_leads(target, heads)
-    if (refusal := refusal_of(leads)) is not None:
-        raise LookupError(refusal)
-    steps = [
-        f"attention in {steps_of(phase, lead)}, where {lead.why} has them ahead of {FLASHMLA}"
-        if lead.sizes
-        else f"attention in {phase}s: {FLASHMLA}, since {lead.why}"
-        for phase, lead in leads.items()
-    ]
-    spec = SparseMlaSpec(heads, page_size=64, extra_page_size=64)
-    rows = select_sparse_mla(target, spec, FLASHMLA).explained
-    return [f"{heads} heads per GPU", *steps, *(str(row) for row in rows if not row.refusal)]
+    paths = sparse_paths(target, heads)
+    if not paths.served:
+        raise LookupError(paths.why)
+    lines = [f"{heads} heads per GPU"]
+    for phase, selection in paths.served.items():
+        source = result_file(selection)
+        calls = calls_in_words(phase, selection)
+        lines.append(f"attention in {calls}, where {source} has them ahead of {FLASHMLA}")
+        lines += [str(row) for row in selection.explained if not row.refusal]
+    for phase, why in paths.refused.items():
+        lines.append(f"attention in {phase}s: {FLASHMLA}, since {why}")
+    return lines
 
 
 def _heads(config: ModelConfig, ranks: int) -> int:
@@ -115,10 +116,10 @@ def tune_space(path: KernelPath) -> TuneSpace:
 def measure(
     path: KernelPath, target: Target, name: str, grid: int, heads: int
 ) -> Callable[[], object]:
-    """An MLA decode step of ``grid / heads`` requests of 8,192 tokens."""
+    """An MLA decode step of ``grid`` requests of 8,192 tokens."""
     from mla_backend.testing import checks
 
-    return checks.decode_call(path, target, max(1, grid // heads), heads)
+    return checks.decode_call(path, target, grid, heads)
 
 
 FAMILY = Family(
@@ -132,7 +133,7 @@ FAMILY = Family(
     interpretable=frozenset({"triton"}),
     tune_space=tune_space,
     measure=measure,
-    open_grid={"mla_decode": 128},
+    open_grid={"mla_decode": 4},
     benchmarks={
         "mla-decode": "bench_mla_decode.py",
         "dsv4-attention": "bench_dsv4_attention.py",

@@ -72,7 +72,7 @@ TABLES = TableSchema(
     operators=(
         Operator(
             name="mla_decode",
-            grid="requests times query rows of a request (query tokens times heads)",
+            grid="requests",
             paths={"torch": NoParams, "triton": TritonMlaParams, "sm90": Sm90MlaParams},
             folder="mla_backend.decode",
             requires=methodcaller("requires"),

@@ -59,7 +59,7 @@ class GluonSparseMlaParams:
 OPERATORS = (
     Operator(
         name="sparse_mla",
-        grid="query tokens times heads",
+        grid="query tokens",
         paths={
             "torch": NoParams,
             "triton": TritonSparseMlaParams,

@@ -6,6 +6,8 @@ import torch
 
 from backend_core.launch.streams import StreamOrder
 
+_VIEWS = 256  # sizes that a scratch memory remembers
+
 
 class SplitScratch:
     """Partial outputs and their log-sum-exp, grown to the largest plan and kept.
@@ -20,18 +22,27 @@ class SplitScratch:
         self._out = torch.empty(0, dtype=torch.float32, device=device)
         self._lse = torch.empty(0, dtype=torch.float32, device=device)
         self._outgrown: list[torch.Tensor] = []
+        self._views: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._order = StreamOrder(self._out.device)  # with its number, where the caller gave none
 
     def reserve(self, slots: int, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(partial outputs ``[slots, rows, dim]``, base-2 LSEs ``[slots, rows]``), float32, for a
         call on the current stream."""
         self._order.enter(self._out, self._lse)
+        sizes = slots, rows, dim
+        return self._views.get(sizes) or self._views.setdefault(sizes, self._view(*sizes))
+
+    def _view(self, slots: int, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(self._views) >= _VIEWS:
+            self._views.clear()
         if slots * rows * dim > self._out.numel():
             larger = self._out.new_empty(slots * rows * dim)  # whatever torch's default dtype
+            self._views.clear()
             self._outgrown.append(self._out)
             self._out = larger
         if slots * rows > self._lse.numel():
             larger = self._lse.new_empty(slots * rows)
+            self._views.clear()
             self._outgrown.append(self._lse)
             self._lse = larger
         return (

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from backend_core.contracts import expect_kernel_device, once
+from backend_core.contracts import once
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection, select
 from backend_core.target import Target, detect_target
@@ -25,11 +25,9 @@ from mla_backend.spec_sparse_mla import SparseMlaSpec
 SparseMlaSelection: TypeAlias = "Selection[SparseMlaSpec, SparseRun]"
 
 
-def select_sparse_mla(
-    target: Target, spec: SparseMlaSpec, upstream: str | None = None
-) -> SparseMlaSelection:
+def select_sparse_mla(target: Target, spec: SparseMlaSpec) -> SparseMlaSelection:
     """Choose the paths of a layer; call it at model load (`backend_core.operator.select`)."""
-    return select(TABLES, "sparse_mla", target, spec, upstream)
+    return select(TABLES, "sparse_mla", target, spec)
 
 
 def selection_for(device: torch.device, spec: SparseMlaSpec) -> SparseMlaSelection:
@@ -118,10 +116,8 @@ def _ready(
     tokens = q.shape[0] * q.shape[1]
     if not tokens:
         return None, ()
-    grid = tokens * selection.spec.num_heads
-    if selection.row(grid).name != "torch":
-        expect_kernel_device("q", q)
-    run = selection.run(grid)
+    selection.expect_device("q", q)
+    run = selection.run(tokens)
     if splits is None or selection.spec.cache_format == "bf16_rows":
         splits = run.splits(tokens, tuple(given.topk for given in lists))
     strides = [token_stride(x) for x in (q, *(given.indices for given in lists))]

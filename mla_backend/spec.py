@@ -50,14 +50,12 @@ class MlaSpec:
         """Rows of a request: query tokens times heads."""
         return self.query_tokens * self.num_heads
 
-    @property
-    def row_class(self) -> int:
-        """The number of query rows that this one is judged as."""
-        return next(most for most in ROW_CLASSES if self.query_rows <= most)
-
     def requires(self) -> frozenset[str]:
-        """The features that a path must declare to serve this layer."""
-        needs = {f"{self.row_class}_rows"}
+        """The features that a path must declare to serve this layer.
+
+        One says up to how many query rows: in between, a number is judged as the next larger.
+        """
+        needs = {f"{next(most for most in ROW_CLASSES if self.query_rows <= most)}_rows"}
         if self.page_size % 16:
             needs.add("any_page_size")
         if self.dtype != torch.bfloat16:

@@ -47,11 +47,10 @@ class SparseMlaSpec:
                 f" {self.page_size} and {self.extra_page_size}"
             )
 
-    @property
-    def head_class(self) -> int:
-        """The number of heads that this one is judged as."""
-        return next(most for most in (16, 32, 64, MAX_HEADS) if self.num_heads <= most)
-
     def requires(self) -> frozenset[str]:
-        """The features that a path must declare to serve this layer."""
-        return frozenset({f"{self.cache_format}_cache", f"{self.head_class}_heads"})
+        """The features that a path must declare to serve this layer.
+
+        One says up to how many heads: in between, a number is judged as the next larger.
+        """
+        heads = next(most for most in (16, 32, 64, MAX_HEADS) if self.num_heads <= most)
+        return frozenset({f"{self.cache_format}_cache", f"{heads}_heads"})

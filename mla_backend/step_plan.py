@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from backend_core.ready import Prepared
+
 
 @dataclass(frozen=True)
 class SharedPrefix:
@@ -63,6 +65,7 @@ class MlaPlan:
         merges: ``[1 + requests]`` int32: how many requests are to be merged, and which; ``None``
             where the planner leaves no list.
         starts: scratch of the planner.
+        prepared: the launches of calls of this plan, by their layout (`mla_backend.api`).
     """
 
     lengths: torch.Tensor
@@ -73,6 +76,7 @@ class MlaPlan:
     prefix: SharedPrefix | None = None
     merges: torch.Tensor | None = None
     starts: torch.Tensor | None = field(default=None, repr=False)
+    prepared: Prepared = field(default_factory=Prepared, init=False, repr=False, compare=False)
 
     @property
     def requests(self) -> int:

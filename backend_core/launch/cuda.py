@@ -11,15 +11,18 @@ import functools
 import hashlib
 import itertools
 import logging
+import operator
 import os
 import re
 import struct
+import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -70,7 +73,7 @@ class CudaParams:
     list of fields.
 
     Attributes:
-        names: of the fields, in order.
+        names: of the fields, in order; addresses: of those that ``at`` fills in.
         header: the text of ``params.cuh``, which the kernel's sources include.
         size: of the struct, in bytes.
         pack: takes every field by name and returns the struct's bytes: a pointer as its address, a
@@ -83,35 +86,45 @@ class CudaParams:
         self,
         fields: Fields,
         structs: Mapping[str, Fields] | None = None,
-        addresses: Collection[str] = (),
+        addresses: Sequence[str] = (),
+        alignment: int = 8,
     ) -> None:
         """Args:
         fields: of the struct.
         structs: by name, the types of fields that are structs themselves, such as a pointer
             with its strides. All members of one have 8 bytes.
-        addresses: fields that ``at`` fills in: a pointer, or the pointers that a struct begins
-            with.
+        addresses: fields that ``at`` fills in, in their order: a pointer, the pointers that a
+            struct begins with, or the bytes of a struct that has none, such as a tensor map.
+        alignment: of the struct, in bytes.
         """
         structs = structs or {}
         self.names = tuple(name for name, _ in fields)
+        self.addresses = tuple(name for name in self.names if name in addresses)
         declarations = (_declaration(kind, of) for kind, of in structs.items())
         self.header = "\n".join(("#pragma once", *declarations, _declaration("Params", fields)))
-        pieces, begin, formats, filled = [], 0, "@", dict[str, int]()
+        cut, join, begin, formats, filled = "=", "=", 0, "@", dict[str, int]()
         for name, kind in fields:
             of = structs.get(kind, ((name, kind),))
             end = struct.calcsize(f"{formats}0{_format(of[0])}")
             formats += "".join(map(_format, of))
-            if name in addresses:
-                pointers = itertools.takewhile(lambda field: field[1].endswith("*"), of)
-                filled[name] = len(tuple(pointers))
-            for _ in range(filled.get(name, 0)):
-                pieces.append(f"{end - begin}s")
-                begin = end = end + 8
-        packer = struct.Struct(f"{formats}0Q")  # aligned and padded as C does
+            if name not in addresses:
+                continue
+            pointers = itertools.takewhile(lambda field: field[1].endswith("*"), of)
+            filled[name] = len(tuple(pointers)) or len(of)
+            for what in ["Q"] * filled[name] if of[0][1].endswith("*") else [f"{8 * len(of)}s"]:
+                size = struct.calcsize(what)
+                cut += f"{end - begin}s{size}x"
+                join += f"{end - begin}s{what}"
+                begin = end = end + size
+        size = struct.calcsize(f"{formats}0Q")  # aligned and padded as C does
+        packer = struct.Struct(f"{formats}0Q{-size % alignment}x")
         self.size = packer.size
-        pieces.append(f"{self.size - begin}s")
-        self._cut, self._join = (struct.Struct("=" + x.join(pieces)) for x in ("8x", "Q"))
-        self._strided = [name for name, kind in fields if name in filled and kind in structs]
+        self._cut, self._join = (struct.Struct(f"{x}{self.size - begin}s") for x in (cut, join))
+        self._strided = [
+            name
+            for name, kind in fields
+            if filled.get(name, sys.maxsize) < len(structs.get(kind, ""))
+        ]
         scope: dict[str, Callable[..., bytes]] = {"pack": packer.pack}
         exec(_packing_function(fields, structs, filled), scope)
         self.pack = scope["by_name"]
@@ -125,7 +138,7 @@ class CudaParams:
             fields: all others.
 
         Returns:
-            A function of as many addresses as are filled in, in the order of the fields.
+            A function of all that is filled in, in the order of the fields.
         """
         packed = self.pack(**fields, **{name: strides[name] for name in self._strided})
         pieces, join = self._cut.unpack(packed), self._join.pack
@@ -175,6 +188,36 @@ def _format(field: tuple[str, str]) -> str:
 def _declaration(name: str, fields: Fields) -> str:
     lines = "".join(f"    {kind} {field};\n" for field, kind in fields)
     return f"struct {name} {{\n{lines}}};\n"
+
+
+class CudaLaunch:
+    """A kernel's launch of which all is packed but a layer's addresses.
+
+    Called with a ``NamedTuple`` of addresses, of which it takes by name those that the kernel's
+    parameters have.
+    """
+
+    def __init__(
+        self,
+        kernel: CudaKernel,
+        grid: int,
+        block: int,
+        params: CudaParams,
+        strides: Mapping[str, tuple[int, ...]] | None = None,
+        *,
+        pdl: bool = False,
+        **fields: float,
+    ) -> None:
+        """Args:
+        grid, block, pdl: as `CudaKernel` takes them.
+        strides, fields: as `CudaParams.at` takes them.
+        """
+        self._launch = functools.partial(kernel, grid, block, pdl=pdl)
+        self._fill = params.at(strides or {}, **fields)
+        self._take = operator.attrgetter(*params.addresses)
+
+    def __call__(self, addresses: NamedTuple) -> None:
+        self._launch(self._fill(*self._take(addresses)))
 
 
 class CudaKernel:

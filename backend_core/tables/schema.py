@@ -28,6 +28,8 @@ class NoParams:
 
 UPSTREAM = "upstream"
 """The name of rows that leave a call to the engine's own kernel."""
+TORCH = "torch"
+"""The name of the path that runs no kernel, on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class KernelPath:
         max_grid: the largest grid that the row is meant for; ``None`` is no limit.
         max_longest, min_longest: tokens of the longest sequence. A row with one of the limits
             serves only calls whose lengths the host knows; a row without follows for the others.
-        max_width: how many times the longest sequence's share of the grid the whole grid may be.
+        max_width: the most heads times sequences as long as the longest, if all tokens of the call
+            were in such sequences.
         features: what the path can do; a call whose needs exceed it is refused.
         params: launch parameters, an instance of the operator's dataclass for this path.
         measured: whether the parameters were chosen by measuring on this architecture.
@@ -183,6 +186,11 @@ class KernelPath:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined,no-any-return]
 
+    @property
+    def is_kernel(self) -> bool:
+        """Whether the path launches kernels of this package."""
+        return self.name not in (TORCH, UPSTREAM)
+
     def params_dict(self) -> dict[str, int | bool | str]:
         """The launch parameters by name, for reports; without sections that paths share."""
         params = dataclasses.asdict(self.params)
@@ -197,7 +205,7 @@ def limits_in_words(max_longest: int | None, min_longest: int | None, max_width:
     if min_longest is not None:
         words.append(f", a sequence of at least {min_longest} tokens")
     if max_width is not None:
-        words.append(f", in all at most {max_width} times its share")
+        words.append(f", at most {max_width} heads times one such sequence")
     return "".join(words)
 
 

@@ -190,7 +190,7 @@ class FusedStep:
                 others: tuple[tuple[RingDecode | RingPrefill, _Paths], ...]
                 others = (of_decode, decode), (of_prefill, prefill)
                 for other, paths in others:
-                    if paths.most != 0:
+                    if paths.sizes:
                         warm_up(layer, *tensors, other, second_cache=second, launches=launches)
                 return _BoundCompressor(
                     norm, layer, state, pages, second, memory, launches, decode, prefill

@@ -16,7 +16,7 @@ import torch
 
 from backend_core.family import CheckCase
 from backend_core.operator import forced
-from backend_core.tables.schema import UPSTREAM, KernelPath
+from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from dsv4_backend import (
     CompressorLayer,
@@ -77,7 +77,7 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
     Each returns the share of values that differ and `ALLOWED`. None for the torch path, which is
     what the kernels are compared with.
     """
-    if path.name in ("torch", UPSTREAM):
+    if not path.is_kernel:
         return {}
     if path.operator == LOW_RATIO:
         return {name: _allowed(run) for name, run in low_ratio.check_cases(path).items()}

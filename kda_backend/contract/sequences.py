@@ -51,7 +51,7 @@ def check_sequences(
     check_state(state, tokens, num_sequences)
     q, k, v, g, beta = tokens[:5]
     is_packed = all(map(_is_packed, (q, k, v, g, beta.unsqueeze(3))))
-    return Checked(selection, is_packed, out is None or _is_packed(out), {})
+    return Checked(selection, is_packed, out is None or _is_packed(out), Kept())
 
 
 def packed(tokens: TokenInputs) -> TokenInputs:

@@ -66,7 +66,7 @@ def check_step(
             f"state_indices must have shape [{rows}] and stride 1, got"
             f" {list(indices.shape)} and {list(indices.stride())}"
         )
-    return CheckedStep(selection, {})
+    return CheckedStep(selection, Kept())
 
 
 @once

@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     from kda_backend.scratch import Scratch
     from kda_backend.step_plan import StepPlan
 
-Kept = dict[Hashable, Any]
-"""The paths' conclusions from strides, dtypes and options of a call, for calls alike: a
-check's result has one (`backend_core.contracts.once`). It holds no tensor and no address."""
+
+class Kept(dict[Hashable, Any]):
+    """The paths' conclusions from strides, dtypes and options of a call, for calls alike: a
+    check's result has one (`backend_core.contracts.once`). It holds no tensor and no address.
+
+    Compared by identity, it stands for the layout of those calls.
+    """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
 
 
 class TokenInputs(NamedTuple):

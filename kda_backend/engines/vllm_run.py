@@ -109,7 +109,6 @@ def run_segment(
             segment.step_plan,
             scratch_of_call(runtime.scratch, x.out.device),
             checkpoints=segment.checkpoints,
-            known=segment.known,
         )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from kda_backend.engines.vllm_metadata import prefill_bounds
-from kda_backend.layer import KnownLayouts
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan, build_step_plan
@@ -27,7 +26,6 @@ class Segment:
 
     Attributes:
         copied: the launch before the first layer's writes ``state_indices``.
-        known: layouts of the layers of this step, which have caches and projections of one shape.
     """
 
     begin: int
@@ -38,7 +36,6 @@ class Segment:
     is_prefill: bool = False
     checkpoints: Checkpoints | None = None
     copied: bool = False
-    known: KnownLayouts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

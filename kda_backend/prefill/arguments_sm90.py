@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import itertools
 import operator
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from backend_core.launch.cuda import CudaParams
-from kda_backend.contract.values import GateSpec, PrefillCall, Relaunch, StateRef, TokenInputs
+from kda_backend.contract.values import (
+    GateSpec,
+    Kept,
+    PrefillCall,
+    Relaunch,
+    StateRef,
+    TokenInputs,
+)
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import StepPlan
 
@@ -74,6 +81,9 @@ SNAPSHOT_POOL_FIELDS = (
 _SNAPSHOT_POOL_PARAMS = CudaParams(SNAPSHOT_POOL_FIELDS, addresses=["snapshot_indices"])
 
 
+_NOT_SEEN: Any = object()
+
+
 def run(launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall) -> Relaunch | None:
     """Runs a call of a path, and returns what makes the same launches at other addresses, if the
     tensors can be read where they are.
@@ -85,25 +95,31 @@ def run(launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall) 
     tokens, gate, step_plan, state, out, chunk_states, scratch, kept, conv = call
     if step_plan.num_sequences == 0:
         return None  # no scan would be launched, and none would reset the counters
-    what = launch_of, chunk_states is None
-    known = kept.get(what)
-    if known is None or known[0]() is not step_plan:
-        known = kept[what] = weakref.ref(step_plan), launch_of(call)
-    launch: Relaunch | None = known[1]
+    layout = kept, launch_of, chunk_states is None
+    launch: Relaunch | None = step_plan.prepared.get(layout, _NOT_SEEN)
+    if launch is _NOT_SEEN:
+        launch = step_plan.prepared.keep(layout, launch_of(call))
     q, k, v, g = [x.data_ptr() for x in tokens[:4]]
     o = out.data_ptr()
     if launch is None or (q | k | v | g | o) & 15:
-        aligned = _on_16_bytes(out)
-        rows = TokenInputs._make((*map(_on_16_bytes, tokens[:4]), *tokens[4:]))
-        run(launch_of, call._replace(tokens=rows, out=aligned, kept={}))
-        if aligned is not out:
-            out.copy_(aligned)
+        _run_on_16_bytes(launch_of, call)
         return None
     beta = beta_of(tokens)  # a copy must live until the launch
     qk_conv = () if conv is None else (conv.state.data_ptr(), conv.weight.data_ptr())
-    addresses = q, k, v, g, beta.data_ptr(), o
-    launch(addresses, gate, state_addresses(state, chunk_states), scratch, qk_conv)
+    rows = q, k, v, g, beta.data_ptr(), o
+    launch(rows, gate, state_addresses(state, chunk_states), scratch, qk_conv)
     return launch if beta is tokens.beta else None
+
+
+def _run_on_16_bytes(
+    launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall
+) -> None:
+    """`run` of packed copies, whose launch no other call makes."""
+    rows = TokenInputs._make((*map(_on_16_bytes, call.tokens[:4]), *call.tokens[4:]))
+    aligned, plan = _on_16_bytes(call.out), dataclasses.replace(call.step_plan)
+    run(launch_of, call._replace(tokens=rows, out=aligned, step_plan=plan, kept=Kept()))
+    if aligned is not call.out:
+        call.out.copy_(aligned)
 
 
 class Track(enum.IntEnum):

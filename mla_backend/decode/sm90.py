@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.cuda import CudaKernel, CudaLaunch, CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from mla_backend import combine
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.decode import MlaRun
+from mla_backend.decode import Prepared
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, MlaSpec
 
 SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "mla_decode.cu"
 THREADS = 384
-TensorMap = tuple[int, ...]
-"""The 16 words of a CUtensorMap."""
 PARAMS = CudaParams(
     (
         ("latent", "TensorMap"),  # [pages, page rows, 512 channels] bf16; boxes of 64 rows
@@ -55,8 +55,12 @@ PARAMS = CudaParams(
         ("row_tiles", "int"),  # of 64 rows of a request; CTAs count them fastest
     ),
     {"TensorMap": tuple((f"word_{i}", "u64") for i in range(16))},
+    (
+        *("latent", "latent_pieces", "rope", "rope_pieces", "q_latent", "q_rope", "out", "lse"),
+        *("partial_out", "partial_lse", "block_table", "sinks"),
+    ),
+    alignment=64,  # that of a tensor map
 )
-_ALIGNMENT = bytes(64)  # the kernel's parameter is aligned, hence padded, to 64 bytes
 _BOX = 64
 _PIECE = 16
 PREFIX_ROWS = 64
@@ -64,87 +68,138 @@ PREFIX_ROWS = 64
 _PROMOTE_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
-def bind(row: KernelPath, spec: MlaSpec, target: Target) -> MlaRun:
-    return decode
+class Addresses(NamedTuple):
+    """What differs from layer to layer of a step: tensor maps, addresses; 0 for none."""
+
+    latent: bytes
+    latent_pieces: bytes
+    rope: bytes
+    rope_pieces: bytes
+    q_latent: int
+    q_rope: int
+    out: int
+    lse: int
+    partial_out: int
+    partial_lse: int
+    block_table: int
+    sinks: int
 
 
-def decode(x: MlaInputs, scratch: SplitScratch) -> None:
+def bind(row: KernelPath, spec: MlaSpec, target: Target) -> Sm90Decode:
+    return Sm90Decode(spec)
+
+
+class Sm90Decode:
     """Two launches: partial outputs or, where a tile has one split, the output; then the merge.
 
     Each is placed while the kernel before runs, and waits for it. Where prefixes are shared, their
     tiles are a launch between the two, which ends at once where a step has none.
-
-    Raises:
-        ValueError: queries, output or cache do not lie where the kernel's copies ask for them.
     """
-    (q_latent, q_rope), (kv_latent, kv_rope) = x.q, x.kv
-    for name, tensor, stride in (
-        ("q_latent", q_latent, x.strides_q_t[0]),
-        ("q_rope", q_rope, x.strides_q_t[1]),
-        ("out", x.out, 0),
-    ):
-        if tensor.data_ptr() % 16 or stride % 8 or tensor.stride()[2] % 8:
-            raise ValueError(
-                f"{name} must have rows that start at multiples of 16 bytes, got strides"
-                f" {list(tensor.stride())} at address {tensor.data_ptr():#x}"
-            )
-    plan, prefix, rows = x.plan, x.plan.prefix, x.spec.query_rows
-    slot_rows = combine.slot_rows(rows)
-    reserved = slot_rows if prefix is None else PREFIX_ROWS
-    partial_out, partial_lse = scratch.reserve(plan.num_slots, reserved, LATENT_DIM)
-    row_tiles = -(-rows // 64)
-    latent, latent_pieces = _maps(kv_latent)
-    rope, rope_pieces = _maps(kv_rope)
-    call = functools.partial(
-        PARAMS.pack,
-        latent=latent,
-        latent_pieces=latent_pieces,
-        rope=rope,
-        rope_pieces=rope_pieces,
-        q_latent=q_latent.data_ptr(),
-        q_rope=q_rope.data_ptr(),
-        out=x.out.data_ptr(),
-        lse=x.lse.data_ptr(),
-        partial_out=partial_out.data_ptr(),
-        partial_lse=partial_lse.data_ptr(),
-        lengths=plan.lengths.data_ptr(),
-        block_table=x.block_table.data_ptr(),
-        members=0 if prefix is None else prefix.members.data_ptr(),
-        sinks=0 if x.sinks is None else x.sinks.data_ptr(),
-        stride_q_latent_t=x.strides_q_t[0],
-        stride_q_latent_h=q_latent.stride()[2],
-        stride_q_rope_t=x.strides_q_t[1],
-        stride_q_rope_h=q_rope.stride()[2],
-        scale=x.scale,
-        table_stride=x.block_table.stride()[0],
-        page_size=kv_latent.shape[1],
-        heads=x.spec.num_heads,
-        query_tokens=x.spec.query_tokens,
-        causal=x.causal and x.spec.query_tokens > 1,
-        row_tiles=row_tiles,
-    )
-    own = call(
-        work=plan.work.data_ptr(),
-        num_splits=plan.num_splits.data_ptr(),
-        tiles=0 if prefix is None else prefix.tiles.data_ptr(),
-        partial_rows=slot_rows,
-        prefetch_safe=x.pdl_prefetch_safe,
-    )
-    kernel = _kernel(min(rows, 64), row_tiles == 1)  # then nobody else reads the keys
-    kernel(plan.num_ctas * row_tiles, THREADS, own + _ALIGNMENT, pdl=True)
-    if prefix is not None:
-        assert prefix.work is not None
-        requests = plan.requests
-        shared = call(
-            work=prefix.work.data_ptr(),
-            num_splits=plan.num_splits[requests + 1 :].data_ptr(),
-            tiles=prefix.tiles[requests:].data_ptr(),
-            partial_rows=PREFIX_ROWS,
-            # every CTA waits, so that the end of this launch is the end of the one before too
-            prefetch_safe=False,
+
+    def __init__(self, spec: MlaSpec) -> None:
+        self._rows = rows = spec.query_rows
+        self._row_tiles = -(-rows // 64)
+        # of one tile of rows, nobody else reads the keys
+        self._own = _kernel(defines(min(rows, 64), self._row_tiles == 1))
+
+    @functools.cached_property
+    def _shared(self) -> CudaKernel:
+        return _kernel(defines(PREFIX_ROWS, False))
+
+    def prepare(self, x: MlaInputs) -> Prepared:
+        """The launches of a plan.
+
+        Raises:
+            ValueError: queries or output do not lie where the kernel's copies ask for them.
+        """
+        strides_h = [part.stride()[2] for part in x.q]
+        for name, tensor, stride in zip(("q_latent", "q_rope"), x.q, x.strides_q_t, strict=True):
+            if stride % 8 or tensor.stride()[2] % 8:
+                raise ValueError(_off_16_bytes(name, tensor))
+        plan, prefix = x.plan, x.plan.prefix
+        slot_rows = combine.slot_rows(self._rows)
+        launch = functools.partial(
+            CudaLaunch,
+            block=THREADS,
+            params=PARAMS,
+            pdl=True,
+            lengths=plan.lengths.data_ptr(),
+            members=0 if prefix is None else prefix.members.data_ptr(),
+            stride_q_latent_t=x.strides_q_t[0],
+            stride_q_latent_h=strides_h[0],
+            stride_q_rope_t=x.strides_q_t[1],
+            stride_q_rope_h=strides_h[1],
+            scale=x.scale,
+            table_stride=x.block_table.stride()[0],
+            page_size=x.spec.page_size,
+            heads=x.spec.num_heads,
+            query_tokens=x.spec.query_tokens,
+            causal=x.causal and x.spec.query_tokens > 1,
+            row_tiles=self._row_tiles,
         )
-        _kernel(PREFIX_ROWS, False)(plan.num_ctas, THREADS, shared + _ALIGNMENT, pdl=True)
-    combine.combine_sm90(x, partial_out, partial_lse)
+        launches: list[Callable[[Addresses], None]] = [
+            launch(
+                self._own,
+                plan.num_ctas * self._row_tiles,
+                work=plan.work.data_ptr(),
+                num_splits=plan.num_splits.data_ptr(),
+                tiles=0 if prefix is None else prefix.tiles.data_ptr(),
+                partial_rows=slot_rows,
+                prefetch_safe=x.pdl_prefetch_safe,
+            )
+        ]
+        if prefix is not None:
+            assert prefix.work is not None
+            shared = launch(
+                self._shared,
+                plan.num_ctas,
+                work=prefix.work.data_ptr(),
+                num_splits=plan.num_splits[plan.requests + 1 :].data_ptr(),
+                tiles=prefix.tiles[plan.requests :].data_ptr(),
+                partial_rows=PREFIX_ROWS,
+                # every CTA waits, so that the end of this launch is the end of the one before too
+                prefetch_safe=False,
+            )
+            launches.append(shared)
+        launches.append(combine.launch_sm90(x))
+        reserved = plan.num_slots, slot_rows if prefix is None else PREFIX_ROWS, LATENT_DIM
+        return functools.partial(_run, tuple(launches), reserved)
+
+
+def _run(
+    launches: tuple[Callable[[Addresses], None], ...],
+    reserved: tuple[int, int, int],
+    x: MlaInputs,
+    scratch: SplitScratch,
+) -> None:
+    """Raises ValueError where a tensor's first element does not lie on 16 bytes."""
+    (q_latent, q_rope), (kv_latent, kv_rope) = x.q, x.kv
+    at, rope_at, out_at = q_latent.data_ptr(), q_rope.data_ptr(), x.out.data_ptr()
+    if (at | rope_at | out_at) & 15:
+        named = (("q_latent", q_latent), ("q_rope", q_rope), ("out", x.out))
+        raise ValueError(next(_off_16_bytes(*one) for one in named if one[1].data_ptr() & 15))
+    partial_out, partial_lse = scratch.reserve(*reserved)
+    addresses = Addresses(
+        *_maps(kv_latent),
+        *_maps(kv_rope),
+        at,
+        rope_at,
+        out_at,
+        x.lse.data_ptr(),
+        partial_out.data_ptr(),
+        partial_lse.data_ptr(),
+        x.block_table.data_ptr(),
+        0 if x.sinks is None else x.sinks.data_ptr(),
+    )
+    for launch in launches:
+        launch(addresses)
+
+
+def _off_16_bytes(name: str, tensor: torch.Tensor) -> str:
+    return (
+        f"{name} must have rows that start at multiples of 16 bytes, got strides"
+        f" {list(tensor.stride())} at address {tensor.data_ptr():#x}"
+    )
 
 
 def defines(rows: int, evict_first: bool) -> dict[str, int]:
@@ -160,12 +215,11 @@ def defines(rows: int, evict_first: bool) -> dict[str, int]:
     }
 
 
-@functools.cache
-def _kernel(rows: int, evict_first: bool) -> CudaKernel:
-    return CudaKernel(SOURCE, "mla_decode", PARAMS, defines(rows, evict_first))
+def _kernel(defines: dict[str, int]) -> CudaKernel:
+    return CudaKernel(SOURCE, "mla_decode", PARAMS, defines)
 
 
-def _maps(cache: torch.Tensor) -> tuple[TensorMap, TensorMap]:
+def _maps(cache: torch.Tensor) -> tuple[bytes, bytes]:
     """Tensor maps of one part of the cache: boxes of 64 rows, and of 16.
 
     Keyed on all that a map holds: an address is soon another cache's.
@@ -178,7 +232,7 @@ def _maps(cache: torch.Tensor) -> tuple[TensorMap, TensorMap]:
 @functools.lru_cache(maxsize=1024)
 def _encode(
     address: int, pages: int, page_size: int, channels: int, page_stride: int, row_stride: int
-) -> tuple[TensorMap, TensorMap]:
+) -> tuple[bytes, bytes]:
     extents, strides = (channels, page_size, pages), (row_stride, page_stride)
     box = min(_BOX, page_size)
     return _tensor_map(address, extents, strides, box), _tensor_map(
@@ -188,7 +242,7 @@ def _encode(
 
 def _tensor_map(
     address: int, extents: tuple[int, int, int], strides: tuple[int, int], rows: int
-) -> TensorMap:
+) -> bytes:
     """CUtensorMap of bf16 ``[pages, rows, channels]``, innermost first; strides in elements."""
     buffer = ctypes.create_string_buffer(128 + 64)
     at = (ctypes.addressof(buffer) + 63) // 64 * 64
@@ -213,4 +267,4 @@ def _tensor_map(
             f"the cache must be one that TMA can read (address a multiple of 16 bytes, strides"
             f" too), got address {address:#x}, extents {extents}, strides {strides}"
         )
-    return tuple((u64 * 16).from_address(at))
+    return ctypes.string_at(at, 128)

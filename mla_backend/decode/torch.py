@@ -10,13 +10,20 @@ from backend_core.autocast import without_autocast
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.decode import MlaRun
+from mla_backend.decode import Prepared
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, MlaSpec
 
 
-def bind(row: KernelPath, spec: MlaSpec, target: Target) -> MlaRun:
-    return decode
+def bind(row: KernelPath, spec: MlaSpec, target: Target) -> TorchDecode:
+    return TorchDecode()
+
+
+class TorchDecode:
+    """Float32 arithmetic; nothing is prepared."""
+
+    def prepare(self, x: MlaInputs) -> Prepared:
+        return decode
 
 
 @without_autocast

@@ -13,6 +13,7 @@ from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from mla_backend import combine
 from mla_backend.contract.mla_decode import MlaInputs
+from mla_backend.decode import Prepared
 from mla_backend.kernels.mla_decode import mla_decode_kernel
 from mla_backend.launch_params import TritonMlaParams
 from mla_backend.scratch import SplitScratch
@@ -37,7 +38,10 @@ class TritonDecode:
         # a plan with shared prefixes has other tiles, and not every call is causal
         self._kernel = functools.cache(functools.partial(decode_kernel, params, spec))
 
-    def __call__(self, x: MlaInputs, scratch: SplitScratch) -> None:
+    def prepare(self, x: MlaInputs) -> Prepared:
+        return self._run
+
+    def _run(self, x: MlaInputs, scratch: SplitScratch) -> None:
         (q_latent, q_rope), (kv_latent, kv_rope) = x.q, x.kv
         expect_near("q_latent", q_latent, 2)
         expect_near("q_rope", q_rope, 2)

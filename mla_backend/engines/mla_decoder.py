@@ -11,17 +11,30 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from backend_core.operator import Lead, Selection
+from backend_core.operator import Selection
 from backend_core.target import Target
-from mla_backend.api import decode_lead, mla_decode, select_mla_decode
+from mla_backend.api import mla_decode
+from mla_backend.beside import Beside, select_beside
 from mla_backend.contract.mla_decode import by_request, split_cache
-from mla_backend.decode import MlaRun
+from mla_backend.decode import MlaPath
 from mla_backend.plan.planner import MAX_PREFIX_REQUESTS, MAX_TILES, MlaPlanner
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 from mla_backend.step_plan import MlaPlan
 
 HEAD_DIM = LATENT_DIM + ROPE_DIM
+
+
+def decode_paths(
+    target: Target, heads: int, page_size: int, kernel: str, query_tokens: Iterable[int]
+) -> Beside[int, MlaSpec]:
+    """The paths, by number of requests, of decode steps of each number of query tokens.
+
+    Raises:
+        ValueError: a number is not one that `MlaSpec` takes.
+    """
+    specs = {tokens: MlaSpec(heads, page_size, query_tokens=tokens) for tokens in query_tokens}
+    return select_beside("mla_decode", target, specs, kernel)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +45,7 @@ class MlaStep:
         block_table: ``[requests, pages]`` int32.
     """
 
-    selection: Selection[MlaSpec, MlaRun]
+    selection: Selection[MlaSpec, MlaPath]
     plan: MlaPlan
     block_table: torch.Tensor
     scratch: SplitScratch
@@ -93,7 +106,7 @@ class MlaDecoder:
         max_requests: the most requests of a step.
 
     Raises:
-        LookupError: no path of the target can serve these layers.
+        LookupError: no step runs here.
         ValueError: a number is not one that `MlaSpec` takes.
     """
 
@@ -109,20 +122,16 @@ class MlaDecoder:
         max_requests: int,
     ) -> None:
         self.device = device
-        self._kinds: dict[int, tuple[Lead, Selection[MlaSpec, MlaRun]]] = {}
+        self.paths = decode_paths(target, heads, page_size, kernel, query_tokens)
+        if not self.paths.served:
+            raise LookupError(self.paths.why)
         self._most = min(max_requests, MAX_TILES)
         self._plans: dict[tuple[int, int], tuple[MlaPlanner, MlaPlan | None]] = {}
         self._scratch = SplitScratch(device)
-        for tokens in query_tokens:
-            lead = decode_lead(target, heads, kernel, tokens)
-            if lead.sizes:
-                spec = MlaSpec(heads, page_size, query_tokens=tokens)
-                self._kinds[tokens] = lead, select_mla_decode(target, spec)
 
     def covers(self, requests: int, query_tokens: int) -> bool:
         """Whether a step of so many requests, with so many query tokens each, is served."""
-        kind = self._kinds.get(query_tokens)
-        return kind is not None and 1 <= requests <= self._most and kind[0].covers(requests)
+        return 1 <= requests <= self._most and self.paths.covers(query_tokens, requests)
 
     def step(self, lengths: torch.Tensor, block_table: torch.Tensor, query_tokens: int) -> MlaStep:
         """Plan a step that `covers` allows; no host sync.
@@ -142,8 +151,8 @@ class MlaDecoder:
 
     def _planner(self, query_tokens: int, requests: int) -> MlaPlanner:
         """The planner of every step of so many requests, which looks for shared prompts or not."""
-        selection = self._kinds[query_tokens][1]
-        params = selection.row(requests * selection.spec.query_rows).params
+        selection = self.paths.served[query_tokens]
+        params = selection.row(requests).params
         least = getattr(params, "shared_requests", 0)
         if not (least and least <= requests <= MAX_PREFIX_REQUESTS):
             return MlaPlanner(selection)
@@ -158,11 +167,11 @@ class MlaDecoder:
 
         Runs each on a cache of one page, on the current stream.
         """
-        for tokens, (lead, selection) in self._kinds.items():
+        for tokens, selection in self.paths.served.items():
             spec = selection.spec
             # the search for shared prompts is compiled for powers of two
             searched = (2**power for power in range(1, MAX_PREFIX_REQUESTS.bit_length()))
-            ends = (most or self._most for _, most in lead.sizes)
+            ends = (most or self._most for _, most in selection.sizes)
             for requests in {1, *searched, *ends, self._most}:
                 if not self.covers(requests, tokens):
                     continue

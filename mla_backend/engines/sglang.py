@@ -24,9 +24,9 @@ from backend_core.engines.sglang_flag import (
     say,
 )
 from backend_core.target import detect_target
-from mla_backend.api import decode_lead, select_mla_decode
+from mla_backend.beside import result_file, sizes_in_words
+from mla_backend.engines.mla_decoder import decode_paths
 from mla_backend.engines.sglang_facts import KERNELS, PAGE_MULTIPLE, mla_layers
-from mla_backend.spec import MlaSpec
 
 SERVED = Engine("sglang", "0.5.23", "0.5.23")
 """The releases whose calls of FlashMLA are known here."""
@@ -49,13 +49,11 @@ def choose(runner: Any, upstream: Any) -> type | str:
     heads = mla_layers(runner.model)[0].tp_q_head_num
     target = detect_target(torch.device(upstream.device))
     try:
-        lead = decode_lead(target, heads, KERNELS[name])
-        spec = MlaSpec(heads, upstream.page_size)
-        rows = select_mla_decode(target, spec, KERNELS[name]).explained
-    except (LookupError, ValueError) as error:
+        paths = decode_paths(target, heads, PAGE_MULTIPLE, KERNELS[name], (1,))
+    except ValueError as error:
         return str(error)
-    if not lead.sizes:
-        return lead.why
+    if paths.refused:
+        return paths.why
     if upstream.page_size % PAGE_MULTIPLE:
         return (
             f"pages must have a multiple of {PAGE_MULTIPLE} tokens, got {upstream.page_size}:"
@@ -65,13 +63,15 @@ def choose(runner: Any, upstream: Any) -> type | str:
 
     if (odd := sglang_mla.changed()) is not None:
         return odd
+    selection = paths.served[1]
     say(
         *chosen(
             f"MLA with {heads} heads per rank",
             target,
-            f"decode steps of {lead} requests are planned, run and combined here, where"
-            f" {lead.why} has them ahead; others and prefills stay {name}'s",
-            rows,
+            f"decode steps of {sizes_in_words(selection)} requests are planned, run and combined"
+            f" here, where {result_file(selection)} has them ahead; others and prefills stay"
+            f" {name}'s",
+            selection.explained,
         )
     )
     return sglang_mla.SplitKvAttnBackend

@@ -21,17 +21,16 @@ from sglang.srt.models.deepseek_v4 import MQALayer
 
 from backend_core.engines.calls import odd_signature
 from backend_core.engines.sglang_flag import say
-from backend_core.operator import Lead
 from backend_core.strict import fallback
 from backend_core.target import detect_target
+from mla_backend.beside import Beside
 from mla_backend.engines.flash_mla_calls import DECODE, PREFILL, changed, make
 from mla_backend.engines.sparse_layer import (
     MIN_WIDTH,
     Form,
     SparseLayer,
-    refusal_of,
-    sparse_leads,
-    unlimited,
+    runs_all,
+    sparse_paths,
 )
 from mla_backend.scratch import SplitScratch
 
@@ -61,14 +60,14 @@ def install(backend: Any, runner: Any) -> None:
         if not isinstance(module, MQALayer):
             continue
         ratio, heads = module.compress_ratio, module.n_local_heads
-        leads = sparse_leads(target, heads)
-        stays = _layer_refusal(module, leads, backend.token_to_kv_pool)
+        paths = sparse_paths(target, heads)
+        stays = _layer_refusal(module, paths, backend.token_to_kv_pool)
         if stays is None and ratio not in served:
             try:
-                form = _form(backend, runner, module, leads)
-                served[ratio] = layer = SparseLayer(target, form, leads, scratch)
+                form = _form(backend, runner, module, runs_all(paths))
+                served[ratio] = layer = SparseLayer(target, form, scratch)
                 layer.warm_up(backend.device)
-            except (LookupError, ValueError) as error:
+            except LookupError as error:
                 fallback(f"--attention-backend dsv4: {error}")
                 return
             say(*layer.describe(heads))
@@ -101,17 +100,17 @@ def _other_records(size: int) -> str | None:
     return None if size == RECORD_BYTES else f"records must have {RECORD_BYTES} bytes, got {size}"
 
 
-def _layer_refusal(module: Any, leads: dict[str, Lead], pool: Any) -> str | None:
+def _layer_refusal(module: Any, paths: Beside[str, Any], pool: Any) -> str | None:
     if module.compress_ratio:
         other = _other_records(pool.get_extra_key_bytes_per_token(module.layer_id))
         if other is not None:
             return other
     if module.use_mega_attention:
         return "attention that is fused with its output projection is not served"
-    return refusal_of(leads)
+    return None if paths.served else paths.why
 
 
-def _form(backend: Any, runner: Any, module: Any, leads: dict[str, Lead]) -> Form:
+def _form(backend: Any, runner: Any, module: Any, runs_all: bool) -> Form:
     pool, ratio = backend.token_to_kv_pool, module.compress_ratio
     topks: tuple[int, ...] = (WINDOW,)
     extra_page_size = 0
@@ -121,7 +120,7 @@ def _form(backend: Any, runner: Any, module: Any, leads: dict[str, Lead]) -> For
         extra_page_size = pool.get_extra_key_page_size(module.layer_id)
     drafts = runner.server_args.speculative_num_draft_tokens or 1
     return Form(
-        heads=module.n_local_heads if unlimited(leads) else max(module.n_local_heads, 64),
+        heads=module.n_local_heads if runs_all else max(module.n_local_heads, 64),
         page_size=pool.get_swa_key_page_size(),
         extra_page_size=extra_page_size,
         topks=topks,

@@ -7,16 +7,15 @@ and hands it what the engine would hand to FlashMLA.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from backend_core.engines.log import chosen
-from backend_core.operator import Lead
 from backend_core.target import Target
+from mla_backend.beside import Beside, result_file, select_beside, sizes_in_words
 from mla_backend.contract.sparse_mla import NamedRows
 from mla_backend.scratch import SplitScratch
-from mla_backend.sparse_mla import SparseMlaSelection, select_sparse_mla, sparse_mla
+from mla_backend.sparse_mla import SparseMlaSelection, sparse_mla
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
 FLASHMLA = "flashmla"
@@ -25,40 +24,28 @@ MIN_WIDTH = 128
 """Entries of the shortest lists that an engine makes for a compressed cache."""
 
 
-def sparse_leads(target: Target, heads: int) -> dict[str, Lead]:
-    """The numbers of query tokens whose calls run here: of ``"decode"`` over caches of records, and
-    of ``"prefill"`` over gathered rows of bf16.
-
-    Args:
-        heads: of a rank, without padding.
-    """
-
-    def lead(**caches: Any) -> Lead:
-        try:
-            spec = SparseMlaSpec(heads, **caches)
-            return select_sparse_mla(target, spec, FLASHMLA).lead(spec.head_class, heads)
-        except (LookupError, ValueError) as error:
-            return Lead((), str(error))
-
-    decode = lead(page_size=64, extra_page_size=64)
-    return {"decode": decode, "prefill": lead(cache_format="bf16_rows")}
+def sparse_paths(
+    target: Target, heads: int, page_size: int = 64, extra_page_size: int = 64
+) -> Beside[str, SparseMlaSpec]:
+    """The paths, by number of query tokens, of ``"decode"`` over caches of records and of
+    ``"prefill"`` over gathered rows of bf16; both are refused where `SparseMlaSpec` does."""
+    try:
+        records = SparseMlaSpec(heads, page_size=page_size, extra_page_size=extra_page_size)
+        specs = {"decode": records, "prefill": SparseMlaSpec(heads, "bf16_rows")}
+    except ValueError as error:
+        return Beside({}, dict.fromkeys(("decode", "prefill"), str(error)))
+    return select_beside("sparse_mla", target, specs, FLASHMLA)
 
 
-def refusal_of(leads: dict[str, Lead]) -> str | None:
-    """Why no call runs here, in words, or ``None`` where one does."""
-    if any(lead.sizes for lead in leads.values()):
-        return None
-    return "; ".join(dict.fromkeys(lead.why for lead in leads.values()))
-
-
-def unlimited(leads: dict[str, Lead]) -> bool:
+def runs_all(paths: Beside[str, SparseMlaSpec]) -> bool:
     """Whether every call runs here, so that no other kernel ever sees the queries."""
-    return all(lead.is_unlimited for lead in leads.values())
+    return not paths.refused and all(s.sizes == ((1, None),) for s in paths.served.values())
 
 
-def steps_of(phase: str, lead: Lead) -> str:
-    """The calls of a phase that run here, in words."""
-    return f"{phase}s" if lead.is_unlimited else f"{phase}s of {lead} query tokens"
+def calls_in_words(phase: str, selection: SparseMlaSelection) -> str:
+    """The calls of a phase that run here."""
+    sizes = sizes_in_words(selection)
+    return f"{phase}s" if sizes.startswith("any") else f"{phase}s of {sizes} query tokens"
 
 
 @dataclass(frozen=True)
@@ -87,39 +74,22 @@ class SparseLayer:
     captured for; everything else that differs from batch to batch is read on the device.
 
     Args:
-        leads: of decodes and prefills the steps that run here, as `sparse_leads` answers.
         scratch: one for all layers of a model.
 
     Raises:
-        LookupError: no path of the target can serve these layers.
-        ValueError: a number is not one that `SparseMlaSpec` takes.
+        LookupError: no call runs here.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        form: Form,
-        leads: dict[str, Lead],
-        scratch: SplitScratch,
-    ) -> None:
-        self.target, self.form, self.leads = target, form, leads
+    def __init__(self, target: Target, form: Form, scratch: SplitScratch) -> None:
+        self.target, self.form = target, form
         self._scratch = scratch
-        self._selections: dict[SparseMlaSpec, SparseMlaSelection] = {}
-        self._records = SparseMlaSpec(
-            form.heads, page_size=form.page_size, extra_page_size=form.extra_page_size
-        )
-        self._rows = SparseMlaSpec(form.heads, "bf16_rows")
-        for spec in (self._records, self._rows):
-            self._select(spec)
-
-    def _select(self, spec: SparseMlaSpec) -> SparseMlaSelection:
-        if spec not in self._selections:
-            self._selections[spec] = select_sparse_mla(self.target, spec)
-        return self._selections[spec]
+        self.paths = sparse_paths(target, form.heads, form.page_size, form.extra_page_size)
+        if not self.paths.served:
+            raise LookupError(self.paths.why)
 
     def covers(self, phase: str, tokens: int) -> bool:
         """Whether a call of ``"decode"`` or ``"prefill"`` with so many query tokens runs here."""
-        return self.leads[phase].covers(tokens)
+        return self.paths.covers(phase, tokens)
 
     def describe(self, heads: int) -> list[str]:
         """What runs where, and the rows of the table, in lines of a log.
@@ -127,21 +97,21 @@ class SparseLayer:
         Args:
             heads: of a rank, without padding.
         """
-        phases = self.leads.items()
-        here = [steps_of(phase, lead) for phase, lead in phases if lead.sizes]
-        stay = [f"; {phase}s stay FlashMLA's: {x.why}" for phase, x in phases if not x.sizes]
-        source = next(lead.why for lead in self.leads.values() if lead.sizes)
         form = self.form
         padding = "" if form.heads == heads else f" as {form.heads}"
         sizes = " and ".join(str(size) for size in (form.page_size, form.extra_page_size) if size)
-        return chosen(
+        layers = (
             f"DeepSeek-V4's attention with {heads} heads per rank{padding} over pages of {sizes}"
-            " rows",
-            self.target,
-            f"{' and '.join(here)} run here, where {source} has them ahead of FlashMLA"
-            f"{''.join(stay)}",
-            self._selections[self._records].explained,
+            " rows"
         )
+        lines = []
+        for phase, selection in self.paths.served.items():
+            calls, source = calls_in_words(phase, selection), result_file(selection)
+            facts = f"{calls} run here, where {source} has them ahead of FlashMLA"
+            lines += chosen(layers, self.target, facts, selection.explained)
+        for phase, why in self.paths.refused.items():
+            lines += chosen(layers, self.target, f"{phase}s stay FlashMLA's: {why}")
+        return lines
 
     def decode(
         self,
@@ -164,14 +134,14 @@ class SparseLayer:
             ValueError: an input is not as `sparse_mla` takes it; nothing has been written then.
         """
         spec = SparseMlaSpec(
-            q.shape[2],
+            self.form.heads,
             page_size=window.cache.shape[1],
             extra_page_size=0 if extra is None else extra.cache.shape[1],
         )
         return sparse_mla(
             q,
             window,
-            self._select(spec),
+            self.paths.served["decode"].for_spec(spec),
             scale=scale,
             extra=extra,
             sinks=sinks,
@@ -193,8 +163,7 @@ class SparseLayer:
         Raises:
             ValueError: an input is not as `sparse_mla` takes it; nothing has been written then.
         """
-        spec = SparseMlaSpec(q.shape[2], "bf16_rows")
-        selection = self._select(spec)
+        selection = self.paths.served["prefill"]
         return sparse_mla(
             q, rows, selection, scale=scale, sinks=sinks, out=out, scratch=self._scratch
         )[0]
@@ -204,18 +173,17 @@ class SparseLayer:
 
         Runs one call of each variant, on caches of one page, on the current stream.
         """
-        selection = self._selections[self._records]
         most = 0
         variants: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
         for tokens in range(1, self.form.max_tokens + 1):
             if not self.covers("decode", tokens):
                 continue
+            selection = self.paths.served["decode"]
+            run, row = selection.run(tokens), selection.row(tokens)
             for topks in self._widths():
-                grid = tokens * self.form.heads
-                run = selection.run(grid)
                 splits = run.splits(tokens, topks)
                 most = max(most, run.scratch_rows(tokens, splits))
-                variant = (id(selection.row(grid)), *run.variant(tokens, splits))
+                variant = (id(row), *run.variant(tokens, splits))
                 variants.setdefault(variant, (tokens, topks))
         if most:
             self._scratch.reserve(most, 1, HEAD_DIM)

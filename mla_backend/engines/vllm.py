@@ -26,11 +26,10 @@ from backend_core.engines.vllm_flag import (
     batch_invariant,
     say,
 )
-from backend_core.operator import Lead, Selection
 from backend_core.strict import fallback
-from backend_core.target import detect_target
-from mla_backend.api import decode_lead, select_mla_decode
-from mla_backend.decode import MlaRun
+from backend_core.target import Target, detect_target
+from mla_backend.beside import Beside, result_file, sizes_in_words
+from mla_backend.engines.mla_decoder import decode_paths
 from mla_backend.engines.vllm_facts import KERNELS, one_rank_refusal, query_tokens
 from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 
@@ -96,22 +95,19 @@ def choose(request: Request) -> type[Any] | str:
     if refusal is not None:
         return refusal
     target = detect_target(torch.device(request.vllm_config.device_config.device_type))
+    steps = query_tokens(request.vllm_config)
     try:
-        leads = {
-            tokens: decode_lead(target, request.num_heads, KERNELS[name], tokens)
-            for tokens in query_tokens(request.vllm_config)
-        }
         # vLLM's pages are multiples of 16 tokens here, and paths differ in nothing else
-        selection = select_mla_decode(target, MlaSpec(request.num_heads, 16), KERNELS[name])
-    except (LookupError, ValueError) as error:
+        paths = decode_paths(target, request.num_heads, 16, KERNELS[name], steps)
+    except ValueError as error:
         return str(error)
-    if not any(lead.sizes for lead in leads.values()):
-        return "; ".join(dict.fromkeys(lead.why for lead in leads.values()))
+    if not paths.served:
+        return paths.why
     from mla_backend.engines import vllm_mla
 
     if (odd := vllm_mla.changed()) is not None:
         return odd
-    _explain(selection, name, leads)
+    _explain(paths, request.num_heads, name, target)
     return vllm_mla.BACKENDS[name]
 
 
@@ -141,15 +137,18 @@ def _engine_refusal(request: Request) -> str | None:
     return one_rank_refusal(request.vllm_config.parallel_config)
 
 
-def _explain(selection: Selection[MlaSpec, MlaRun], name: str, leads: dict[int, Lead]) -> None:
-    layers = f"MLA with {selection.spec.num_heads} heads per rank"
-    for tokens, lead in leads.items():
-        drafts = "" if tokens == 1 else f" with {tokens} query tokens each"
-        what = f"decode steps{drafts} stay {name}'s: {lead.why}"
-        if lead.sizes:
-            what = (
-                f"decode steps of {lead} requests{drafts} are planned, run and combined here, where"
-                f" {lead.why} has them ahead; others and prefills stay {name}'s"
-            )
-        say(*chosen(layers, selection.target, what))
-    say(*map(str, selection.explained))
+def _explain(paths: Beside[int, MlaSpec], heads: int, name: str, target: Target) -> None:
+    layers = f"MLA with {heads} heads per rank"
+
+    def steps(tokens: int) -> str:
+        return "" if tokens == 1 else f" with {tokens} query tokens each"
+
+    for tokens, selection in paths.served.items():
+        what = (
+            f"decode steps of {sizes_in_words(selection)} requests{steps(tokens)} are planned, run"
+            f" and combined here, where {result_file(selection)} has them ahead; others and"
+            f" prefills stay {name}'s"
+        )
+        say(*chosen(layers, target, what, selection.explained))
+    for tokens, why in paths.refused.items():
+        say(*chosen(layers, target, f"decode steps{steps(tokens)} stay {name}'s: {why}"))

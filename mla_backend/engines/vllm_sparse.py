@@ -24,16 +24,14 @@ from vllm.config import VllmConfig
 from backend_core.engines.calls import odd_signature
 from backend_core.engines.vllm_blocks import block_tokens
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, say
-from backend_core.operator import Lead
 from backend_core.target import Target, detect_target
 from mla_backend.engines.flash_mla_calls import DECODE, PREFILL, changed, make
 from mla_backend.engines.sparse_layer import (
     MIN_WIDTH,
     Form,
     SparseLayer,
-    refusal_of,
-    sparse_leads,
-    unlimited,
+    runs_all,
+    sparse_paths,
 )
 from mla_backend.engines.vllm_facts import one_rank_refusal
 from mla_backend.scratch import SplitScratch
@@ -60,7 +58,7 @@ def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
             setattr(flashmla, name, _here_or_there(name, upstream))
     try:
         served = _sparse_layer(layer, vllm_config)
-    except (LookupError, ValueError) as error:
+    except LookupError as error:
         return str(error)
     if layer.padded_heads != served.form.heads:
         _keep_heads(layer, served.form.heads)
@@ -88,7 +86,8 @@ def refusal(layer: Any, vllm_config: VllmConfig) -> str | None:
     reason = one_rank_refusal(vllm_config.parallel_config)
     if reason is not None:
         return reason
-    return refusal_of(sparse_leads(_target(vllm_config), layer.n_local_heads))
+    paths = sparse_paths(_target(vllm_config), layer.n_local_heads)
+    return None if paths.served else paths.why
 
 
 def _target(vllm_config: VllmConfig) -> Target:
@@ -96,9 +95,8 @@ def _target(vllm_config: VllmConfig) -> Target:
 
 
 def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
-    leads = sparse_leads(_target(vllm_config), layer.n_local_heads)
     heads = layer.padded_heads
-    if unlimited(leads):
+    if runs_all(sparse_paths(_target(vllm_config), layer.n_local_heads)):
         heads = next((n for n in _PADDED if n >= layer.n_local_heads), heads)
     topks: tuple[int, ...] = (layer.window_size,)
     extra_page_size, ratio = 0, layer.compress_ratio
@@ -121,15 +119,13 @@ def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
         max_tokens=min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens),
     )
     device = torch.device(vllm_config.device_config.device_type)
-    return _of_form(_target(vllm_config), form, tuple(leads.items()), device)
+    return _of_form(_target(vllm_config), form, device)
 
 
 @functools.cache
-def _of_form(
-    target: Target, form: Form, leads: tuple[tuple[str, Lead], ...], device: torch.device
-) -> SparseLayer:
+def _of_form(target: Target, form: Form, device: torch.device) -> SparseLayer:
     """One for all layers that are alike, its kernels compiled."""
-    served = SparseLayer(target, form, dict(leads), _scratch(device))
+    served = SparseLayer(target, form, _scratch(device))
     served.warm_up(device)
     return served
 

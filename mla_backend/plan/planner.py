@@ -14,7 +14,7 @@ from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection
 from backend_core.tables.schema import KernelPath
 from mla_backend.contract.mla_decode import expect_heads
-from mla_backend.decode import MlaRun
+from mla_backend.decode import MlaPath
 from mla_backend.launch_params import Sm90MlaParams, TritonMlaParams
 from mla_backend.plan.split_kv import CANDIDATES, split_kv
 from mla_backend.spec import MlaSpec
@@ -65,7 +65,7 @@ class MlaPlanner:
 
     def __init__(
         self,
-        selection: Selection[MlaSpec, MlaRun],
+        selection: Selection[MlaSpec, MlaPath],
         *,
         shared_prefix_tokens: int = 0,
         shared_prefix_requests: int = 2,
@@ -123,9 +123,8 @@ class MlaPlanner:
                     f"lengths must have at most {MAX_PREFIX_REQUESTS} requests where prefixes are"
                     f" shared, got {requests}"
                 )
-        path = self.selection.row(requests * self.spec.query_rows)
-        if path.name != "torch":
-            contracts.expect_kernel_device("lengths", lengths)
+        path = self.selection.row(requests)
+        self.selection.expect_device("lengths", lengths)
         plan = self._allocate(lengths, path) if out is None else out
         if out is not None and (
             out.lengths.data_ptr() != lengths.data_ptr() or out.requests != requests
@@ -201,7 +200,7 @@ class MlaPlanner:
         )
 
     def _shares_prefixes(self, path: KernelPath) -> bool:
-        return self._prefix_tokens > 0 and path.name != "torch"
+        return self._prefix_tokens > 0 and path.is_kernel
 
     def _lists_prefixes(self, path: KernelPath) -> bool:
         """Whether prefixes have a list of their own, and requests to merge are listed."""
@@ -217,7 +216,7 @@ class MlaPlanner:
 
     def _fill(self, plan: MlaPlan, path: KernelPath) -> None:
         tokens = plan.lengths if plan.prefix is None else plan.prefix.tile_lengths
-        if not tokens.is_cuda and path.name == "torch":
+        if not (tokens.is_cuda or path.is_kernel):
             work, num_splits = split_kv(tokens, plan.num_ctas, OVERHEAD, MIN_BLOCKS)
             with torch.inference_mode():  # which the plan may have been made in
                 plan.work.copy_(work)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import struct
 import subprocess
+from collections import namedtuple
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from backend_core.launch import cuda as cuda_source
-from backend_core.launch.cuda import CudaParams
+from backend_core.launch.cuda import CudaLaunch, CudaParams
 from tests.cuda_offline import NVCC, compile_cubin
 
 
@@ -120,6 +122,32 @@ def test_params_are_packed_by_name_as_c_lays_them_out() -> None:
     packed = MIXED.pack(e=7, b=1 << 40, rows=(2, -3), a=-1, d=-6, c=0.5)
     assert packed == struct.pack("<i4xQQqf4xqi4x", -1, 1 << 40, 2, -3, 0.5, -6, 7)
     assert len(packed) == MIXED.size
+
+
+def test_a_launch_takes_its_addresses_by_name() -> None:
+    """A struct without pointers is filled in as its bytes, and an aligned parameter is padded."""
+
+    class Addresses(NamedTuple):
+        out: int
+        other: int
+        map: bytes
+
+    params = CudaParams(
+        (("n", "int"), ("map", "Map"), ("out", "float*"), ("m", "int")),
+        {"Map": (("low", "u64"), ("high", "u64"))},
+        ("out", "map"),
+        alignment=64,
+    )
+    launched: list[Any] = []
+    kernel: Any = lambda *args, **options: launched.append((args, options))  # noqa: E731
+    launch = CudaLaunch(kernel, 3, 128, params, pdl=True, n=7, m=-1)
+    for address in (1, 2):
+        launch(Addresses(out=address, other=5, map=struct.pack("QQ", 8, 9)))
+    bytes_of = [struct.pack("@iQQQi28x", 7, 8, 9, address, -1) for address in (1, 2)]
+    assert params.size == 64
+    assert launched == [((3, 128, packed), {"pdl": True}) for packed in bytes_of]
+    with pytest.raises(AttributeError, match="map"):
+        launch(namedtuple("Other", ("out",))(1))  # type: ignore[arg-type]
 
 
 def test_params_differ_in_addresses_alone() -> None:

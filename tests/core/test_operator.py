@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backend_core.operator import Lead, Selection, choose
+from backend_core.operator import Selection, choose
 from backend_core.tables.schema import KernelPath, NoParams, Operator, TableSchema, UpstreamParams
 from backend_core.tables.select import PathTable, explain
 from backend_core.target import KNOWN_TARGETS
@@ -57,7 +57,7 @@ def test_a_row_of_few_long_sequences() -> None:
     assert chosen.row(8 * 64 + 20, 4096) is long, "a short sequence beside it"
     assert chosen.row(8 * 64, 4095) is chosen.row(8 * 64) is TWO
     text = str(explain(table(long, TWO), "prefill")[0])
-    assert "a sequence of at least 4096 tokens, in all at most 8 times its share" in text
+    assert "a sequence of at least 4096 tokens, at most 8 heads times one such sequence" in text
 
 
 def test_upstream_takes_part_where_it_can_run_instead() -> None:
@@ -71,28 +71,23 @@ def test_upstream_takes_part_where_it_can_run_instead() -> None:
         None,
     ]
     chosen = selection(UP, TWO)
-    assert chosen.most == 0 and selection(TWO).most is None
+    assert chosen.sizes == ((9, None),) and selection(TWO).sizes == ((1, None),)
     with pytest.raises(LookupError, match=r"prefill of this size is left to fa3 \(H200, file\)"):
         chosen.run(8)
 
 
 def test_the_sizes_that_are_not_left_to_upstream() -> None:
-    again, file = replace(UP, max_grid=None), "benchmarks/results/file.json"
-    rows = (replace(TWO, max_grid=4), replace(UP, provenance=f"H200, {file}"))
-    rows += (replace(ONE, max_grid=14, max_longest=None), replace(TWO, max_grid=16), again)
+    again = replace(UP, max_grid=None)
+    rows = (replace(TWO, max_grid=4), UP, replace(ONE, max_grid=14, max_longest=None))
+    rows += (replace(TWO, max_grid=16), again)
 
-    def lead(*rows: KernelPath, upstream: str | None = "fa3") -> Lead:
-        return choose(table(*rows), "prefill", TARGET, "spec", upstream=upstream).lead(2, 7)
+    def sizes(*rows: KernelPath, upstream: str | None = "fa3") -> object:
+        return choose(table(*rows), "prefill", TARGET, "spec", upstream=upstream).sizes
 
-    found = lead(*rows)
-    assert (found.sizes, found.why) == (((1, 2), (5, 8)), file)
-    assert [n for n in range(99) if found.covers(n)] == [1, 2, 5, 6, 7, 8]
-    assert str(found) == "up to 2 and of 5 to 8"
-    assert str(lead(UP, TWO)) == "5 and more" and lead(UP, TWO).covers(10**9)
-    assert str(lead(replace(UP, features=frozenset(), max_grid=1), TWO)) == "any number of"
-    assert lead(again, TWO) == Lead((), "H200, file, and this rank has 7")
-    assert lead(TWO) == Lead((), "no result compares prefill with fa3 on sm90")
-    assert lead(*rows, upstream="fa4").why == "no result compares prefill with fa4 on sm90"
+    assert sizes(*rows) == ((1, 4), (9, 16))
+    assert sizes(again) == ()
+    assert sizes(*rows[:4]) == ((1, 4), (9, None))
+    assert sizes(*rows, upstream="fa4") == ((1, None),)
 
 
 def test_functions_are_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:

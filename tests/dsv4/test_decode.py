@@ -275,13 +275,13 @@ def test_split_channels_outlive_other_layers() -> None:
 
     def run_on(layer: CompressorLayer, kept: LaunchCache) -> CompressorCall:
         call = engine.call(layer, kv_score)
-        chosen_run = bound_call(call, plan, TARGET, chosen, kept).run(len(entries))
+        chosen_run = bound_call(call, plan, TARGET, chosen, kept.step).run(len(entries))
         chosen_run(call, plan)
         return call
 
     memory = [weakref.ref(x) for pairs in run_on(layer, kept).memory.values() for x in pairs[0]]
     for _ in range(65):
-        bound_call(engine.call(replace(layer), kv_score), plan, TARGET, chosen, kept)
+        bound_call(engine.call(replace(layer), kv_score), plan, TARGET, chosen, kept.step)
     gc.collect()
     assert memory and all(x() is not None for x in memory)
 

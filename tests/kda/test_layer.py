@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -49,7 +50,6 @@ class Model:
         pools = StepPools(case, SLOTS)
         pools.fill(seed + 1, list(range(SLOTS)))
         self.conv_pool, self.state_pool = pools.windows, pools.states
-        self.known: layer.KnownLayouts = {}
         self.selection: KdaSelection = backend.selection(case.shape)
         self.step_plan: StepPlan = build_step_plan(
             cu_tensor(lengths, device),
@@ -77,7 +77,7 @@ class Model:
         elif function is layer.decode_or_start:
             function(*common, self.step_plan)
         else:
-            function(*common, self.step_plan, Scratch(device), known=self.known)
+            function(*common, self.step_plan, Scratch(device))
         return out
 
     def expected(
@@ -170,19 +170,22 @@ def test_a_step_plan_of_other_tokens_is_refused(backend: Backend, seed: int) -> 
 
 @pytest.mark.parametrize("dim", [16, 128])
 def test_the_layers_of_a_step_are_checked_once_for_each_layout(
-    backend: Backend, seed: int, dim: int
+    backend: Backend, seed: int, dim: int, checked: list[StepPlan]
 ) -> None:
     first, later, other = (Model(backend, seed, LENGTHS, dim=dim) for _ in range(3))
-    later.known = other.known = first.known
+    plan = later.step_plan = other.step_plan = first.step_plan
     later.selection = other.selection = first.selection
     other.qkv = other.qkv.contiguous()
     outs = []
     for model, layouts in ((first, 1), (later, 1), (other, 2)):
         outs.append(model.run(layer.prefill, INDICES, INITIAL))
-        assert len(first.known) == layouts
+        assert checked == [plan] * layouts
         assert_same_bits("output", outs[-1], outs[0])
         assert_same_bits("states", model.state_pool, first.state_pool)
         assert_same_bits("conv states", model.conv_pool, first.conv_pool)
+    first.step_plan = dataclasses.replace(plan)
+    first.run(layer.prefill, INDICES, INITIAL)
+    assert len(checked) == 3, "another plan has prepared nothing"
     other.qkv = other.qkv[:, ::2]
     with pytest.raises(ValueError, match="qkv must"):
         other.run(layer.prefill, INDICES, INITIAL)

@@ -114,9 +114,12 @@ class Step:
         offsets = torch.tensor([64, 0, 0, 0, 128, 0], dtype=torch.int32)
         kept = Checkpoints.of(offsets, torch.tensor([2, 0, 0, 0, 5, 0]), 0)
         self.checkpoints = kept if keeps else None
-        self.known: layer.KnownLayouts = {}
 
-    def run(self, model: Model, out: torch.Tensor, known: layer.KnownLayouts | None) -> None:
+    def run(self, model: Model, out: torch.Tensor, *, fresh: bool = False) -> None:
+        """``fresh``: as if the plan had prepared nothing."""
+        prepared = dict(self.plan.prepared)
+        if fresh:
+            self.plan.prepared.clear()
         x = layer.Projections(model.qkv, model.g, model.beta, model.gate, out)
         state = StateRef.pool(model.state_pool, self.slots, self.initial, null_slot=0)
         layer.prefill(
@@ -128,8 +131,15 @@ class Step:
             self.plan,
             self.scratch,
             checkpoints=self.checkpoints,
-            known=known,
         )
+        if fresh:
+            self.plan.prepared.clear()
+            self.plan.prepared.update(prepared)
+
+    @property
+    def layouts(self) -> int:
+        """Of whole layers that the plan has prepared, and of their paths."""
+        return len(self.plan.prepared)
 
 
 @pytest.mark.parametrize(
@@ -150,18 +160,18 @@ def test_later_layers_make_the_launches_of_their_own_tensors(
     models = [Model(backend, seed + n, LENGTHS, dim=128, gate=gate) for n in range(3)]
     step = Step(models, row, starts=starts, keeps=keeps)
     outs = [torch.empty(model.g.shape, dtype=torch.bfloat16) for model in models]
-    step.run(models[0], outs[0], step.known)
+    step.run(models[0], outs[0])
     for model, out in zip(models[1:], outs[1:], strict=True):
         step.scratch._asked = (0, 0, 0)
         step.scratch._tiles = step.scratch._tiles.new_empty(0)  # another call had it grow
         with monkeypatch.context() as patch:
             patch.setattr(layer, "_token_inputs", None)  # no view of a tensor is made
             recorded.launches.clear()
-            step.run(model, out, step.known)
+            step.run(model, out)
         again = list(recorded.launches)
         recorded.launches.clear()
-        step.run(model, out, None)
-        assert again == recorded.launches and len(step.known) == 1
+        step.run(model, out, fresh=True)
+        assert again == recorded.launches and step.layouts == 2
     assert len(again) == {"one launch": 3, "segments": 6}.get(row.name, len(again)) >= 3
 
 
@@ -186,11 +196,11 @@ def test_another_layout_is_not_launched_as_the_known_one(
     else:
         conv = torch.cat([weights.conv.flatten(), weights.conv[0]])[1 : 1 + weights.conv.numel()]
         other.weights = weights._replace(conv=conv.view(weights.conv.shape))
-    step.run(first, out, step.known)
+    step.run(first, out)
     recorded.launches.clear()
-    step.run(other, out, step.known)
-    assert len(step.known) == 2
+    step.run(other, out)
+    assert step.layouts == 4
     known = list(recorded.launches)
     recorded.launches.clear()
-    step.run(other, out, None)
+    step.run(other, out, fresh=True)
     assert known == recorded.launches

@@ -21,7 +21,7 @@ from benchmarks.sweep_kda_prefill import (
     regrets,
     timed,
 )
-from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, Kept, PrefillCall, StateRef, TokenInputs
 from kda_backend.launch_params import TABLES
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, choose_schedule
@@ -109,7 +109,9 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
     state = StateRef.functional(None, v_first=True)
     untouched: Any = None
     with pytest.raises(RuntimeError, match="out of memory"):
-        call = PrefillCall(tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, {})
+        call = PrefillCall(
+            tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, Kept()
+        )
         pipeline.bind(ROW, *(untouched,) * 2)(call)
     assert scratch.flags().numel() and not scratch.flags().any()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.operator import Lead, Selection
+from backend_core.operator import Selection
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.drop_ins.sageattention import sageattn, sageattn_varlen
 from block_sparse_backend.drop_ins.spargeattn import (
@@ -25,8 +25,9 @@ from block_sparse_backend.testing.cases import inputs
 from block_sparse_backend.video import VideoAttention
 from mla_backend import api
 from mla_backend.api import mla_decode
+from mla_backend.beside import Beside
 from mla_backend.contract.sparse_mla import NamedRows
-from mla_backend.decode import MlaRun
+from mla_backend.decode import MlaPath
 from mla_backend.drop_ins import flashinfer
 from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache
 from mla_backend.engines import mla_decoder
@@ -55,7 +56,7 @@ def i32(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def mla_selection(device: torch.device, spec: MlaSpec = SPEC) -> Selection[MlaSpec, MlaRun]:
+def mla_selection(device: torch.device, spec: MlaSpec = SPEC) -> Selection[MlaSpec, MlaPath]:
     """That of the device; on a CPU Triton's, which the interpreter runs."""
     return (
         api.selection_for(device, spec) if device.type == "cuda" else cases.forced(spec, "triton")
@@ -97,7 +98,7 @@ def decoder(device: torch.device) -> Call:
     case = cases.make_case(SPEC, [200, 1, 130], device=device)
     served = mla_decoder.MlaDecoder.__new__(mla_decoder.MlaDecoder)
     served.device = device
-    served._kinds = {1: (Lead(((1, None),), "a test"), mla_selection(device))}
+    served.paths = Beside({1: mla_selection(device)}, {})
     served._most, served._plans, served._scratch = 3, {}, SplitScratch(device)
 
     def call() -> Results:
@@ -125,10 +126,9 @@ def sparse_layer(device: torch.device) -> Call:
     case = sparse_case(device)
     assert case.extra is not None and case.sinks is not None
     form = Form(4, case.spec.page_size, case.spec.extra_page_size, (20, 70), 3)
-    lead = Lead(((1, None),), "a test")
-    selection = sparse_selection(device, case.spec)
-    served = SparseLayer(selection.target, form, {"decode": lead}, SplitScratch(device))
-    served._selections[case.spec] = selection
+    served = SparseLayer.__new__(SparseLayer)
+    served.form, served._scratch = form, SplitScratch(device)
+    served.paths = Beside({"decode": sparse_selection(device, case.spec)}, {})
     q, extra, sinks = case.q, case.extra, case.sinks
     return lambda: (served.decode(q, case.rows, extra, scale=0.1, sinks=sinks, out=None),)
 

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 
 
 def pack(params: CudaParams, *values: int) -> bytes:
-    return params.pack(**dict(zip(params.names, values, strict=True)))
+    given = dict(zip(params.names, values, strict=True))
+    filled = [given.pop(name) for name in params.addresses]
+    return params.at({}, **given)(*filled)
 
 
 @pytest.mark.parametrize("threads", [256, 544])

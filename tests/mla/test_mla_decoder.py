@@ -33,7 +33,8 @@ def test_the_steps_that_are_covered() -> None:
     assert all(small.covers(n, 1) for n in (1, 8))
     assert not small.covers(0, 1) and not small.covers(9, 1) and not small.covers(1, 2)
     assert large.covers(4, 1) and not large.covers(5, 1)
-    assert not any(decoder(64).covers(n, 1) for n in range(1, 9))
+    with pytest.raises(LookupError, match="compared with fa3 at up to 32 query rows per request"):
+        decoder(64)
     assert decoder(4, most=5000).covers(4095, 1) and not decoder(4, most=5000).covers(4096, 1)
     drafts = decoder(16, (1, 2, 4))
     assert drafts.covers(4, 1) and drafts.covers(4, 2) and not drafts.covers(1, 4)

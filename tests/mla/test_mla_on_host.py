@@ -3,6 +3,8 @@ stream (tools/cuda_on_host), against float64."""
 
 from __future__ import annotations
 
+import dataclasses
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.operator import Lead
 from mla_backend import combine
 from mla_backend.api import mla_decode
+from mla_backend.beside import Beside
 from mla_backend.decode import sm90 as mla_sm90
 from mla_backend.engines import mla_decoder
 from mla_backend.plan import MlaPlanner, planner
@@ -32,9 +34,9 @@ Use = Callable[..., None]
 
 def tensor_map(
     address: int, extents: tuple[int, int, int], strides: tuple[int, int], rows: int
-) -> tuple[int, ...]:
+) -> bytes:
     """The model's, in place of cuTensorMapEncodeTiled's."""
-    return (MAP_MAGIC, address, *extents, *strides, rows, *([0] * 8))
+    return struct.pack("16Q", MAP_MAGIC, address, *extents, *strides, rows, *([0] * 8))
 
 
 @pytest.fixture
@@ -52,8 +54,8 @@ def use(monkeypatch: pytest.MonkeyPatch, seed: int) -> Use:
                 instructions=INSTRUCTIONS,
             )
 
-        def main(rows: int, evict_first: bool) -> Any:
-            return kernel("mla_decode", mla_sm90, mla_sm90.defines(rows, evict_first))
+        def main(defines: dict[str, int]) -> Any:
+            return kernel("mla_decode", mla_sm90, defines)
 
         monkeypatch.setattr(planner, "_sm90_kernel", lambda: kernel("split_plan", planner, {}))
         monkeypatch.setattr(mla_sm90, "_kernel", main)
@@ -85,6 +87,38 @@ def test_drafts(use: Use, seed: int) -> None:
     check(MlaSpec(4, 16, query_tokens=4), [3, 64, 130], seed, sms=3)
 
 
+def test_layers_of_a_plan_share_its_launches(
+    use: Use, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another layer has other addresses, another layout and another plan launches of their own."""
+    use()
+    prepared: list[object] = []
+    prepare = mla_sm90.Sm90Decode.prepare
+
+    def counted(self: mla_sm90.Sm90Decode, x: Any) -> Any:
+        prepared.append(x.plan)
+        return prepare(self, x)
+
+    monkeypatch.setattr(mla_sm90.Sm90Decode, "prepare", counted)
+    spec = MlaSpec(4, 16)
+    planner = MlaPlanner(forced(spec, "sm90", 3))
+    cases = [make_case(spec, [70, 0, 130], seed=seed + n) for n in range(2)]
+    plan = planner.plan(cases[0].lengths)
+    for case in cases:
+        assert_close(run_case(case, planner, plan=plan), expected(case))
+    assert len(prepared) == 1
+    q = cases[1].q_latent
+    cases[1].q_latent = torch.cat([q, torch.full_like(q, float("nan"))], 2)[:, :, : q.shape[2]]
+    assert_close(run_case(cases[1], planner, plan=plan), expected(cases[1]))
+    assert len(prepared) == 2
+    other = dataclasses.replace(plan, lengths=cases[1].lengths)
+    assert_close(
+        run_case(cases[1], planner, plan=planner.plan(cases[1].lengths, out=other)),
+        expected(cases[1]),
+    )
+    assert prepared == [plan, plan, other]
+
+
 def test_more_rows_than_a_tile(use: Use, seed: int) -> None:
     use()
     check(MlaSpec(66, 64), [130], seed, sms=4)
@@ -114,8 +148,7 @@ def test_an_engines_step_looks_for_shared_prompts(
     use()
     spec = MlaSpec(4, 16)
     selection = forced(spec, "sm90", 4, shared_requests=3, shared_tokens=64)
-    monkeypatch.setattr(mla_decoder, "select_mla_decode", lambda target, spec: selection)
-    monkeypatch.setattr(mla_decoder, "decode_lead", lambda *args: Lead(((1, None),), "a test"))
+    monkeypatch.setattr(mla_decoder, "select_beside", lambda *args: Beside({1: selection}, {}))
     decoder = mla_decoder.MlaDecoder(
         selection.target,
         torch.device("cpu"),

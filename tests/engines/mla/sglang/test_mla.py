@@ -14,16 +14,16 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from backend_core.engines import sglang_flag
-from backend_core.operator import Lead
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
-from mla_backend.engines import mla_decoder, sglang_mla
 from mla_backend.engines import sglang as adapter
+from mla_backend.engines import sglang_mla
 from mla_backend.engines.sglang_mla import SplitKvAttnBackend
 from mla_backend.plan.planner import MlaPlanner
 from tests.engines.kda.sglang.device_graph import DeviceGraph
 from tests.engines.mla.sglang import flash_attention
 from tests.engines.mla.sglang.harness import LAYERS, Server
+from tests.mla.beside import run_up_to
 
 TOLERANCE = 8e-3
 H200 = KNOWN_TARGETS["H200"]
@@ -47,7 +47,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
 
     def made(target: Target, most: int | None = None, **options: Any) -> Server:
         monkeypatch.setattr(sglang_mla, "detect_target", lambda device: target)
-        monkeypatch.setattr(mla_decoder, "decode_lead", lambda *args: Lead(((1, most),), "a test"))
+        run_up_to(monkeypatch, most)
         server = Server(**options)
         server.backend = SplitKvAttnBackend(server.runner, server.upstream)
         return server
@@ -248,8 +248,8 @@ def chosen(server: Server) -> type | str:
     ("heads", "limit", "grids"),
     [
         (4, "of any number of", "1 and more"),
-        (16, "of up to 4 and of 32 to 128", "1 to 64"),
-        (32, "of up to 4 and of 64 to 128", "1 to 128"),
+        (16, "of up to 4 and of 32 to 128", "1 to 4"),
+        (32, "of up to 4 and of 64 to 128", "1 to 4"),
     ],
 )
 def test_what_is_served_follows_the_measurement(
@@ -405,7 +405,7 @@ def test_the_flag_puts_the_class_into_the_hybrid_backend(
     )
     if family == "kda":
         monkeypatch.setattr(sglang_flag, "fallback", lambda reason: None)
-    monkeypatch.setattr(mla_decoder, "decode_lead", lambda *args: Lead(((1, None),), "a test"))
+    run_up_to(monkeypatch, None)
     backend = sglang_flag.build_backend(build, server.runner, server.upstream)
     assert type(backend) is SplitKvAttnBackend and built == [backend]
     assert isinstance(backend, FlashAttentionBackend)

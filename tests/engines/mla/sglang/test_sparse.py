@@ -24,14 +24,13 @@ from sglang.test.kernels.deepseek_v4.k_cache_reference import (
     quant_to_nope_fp8_rope_bf16_pack_triton,
 )
 
-from backend_core.operator import Lead
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.engines import flash_mla_calls, sglang_sparse, sparse_layer
 from mla_backend.engines import sglang as adapter
-from mla_backend.engines.sparse_layer import sparse_leads
 from tests.engines.dsv4.sglang.harness import real_pool
+from tests.mla.beside import run_as_on_h200
 
 TOLERANCE = 8e-3
 LAYERS = {0: 0, 4: 1, 128: 2, 2: 3, 1: 4}  # a layer of each ratio; 1 and 2 are V4.1's
@@ -194,13 +193,10 @@ class Server:
 def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A server on a target where this family is ahead as it is on an H200."""
 
-    def on_h200(target: Target, heads: int) -> dict[str, Lead]:
-        return sparse_leads(KNOWN_TARGETS["H200"], heads)
-
     def made(target: str, heads: int) -> Server:
         server = Server(heads)
         monkeypatch.setattr(sglang_sparse, "detect_target", lambda device: TARGETS[target])
-        monkeypatch.setattr(sglang_sparse, "sparse_leads", on_h200)
+        run_as_on_h200(monkeypatch)
         monkeypatch.setattr(flash_mla_interface, "flash_mla_sparse_fwd", server.kernel)
         adapter._install(server.backend, server.runner)
         return server
@@ -325,14 +321,20 @@ def test_at_64_heads_prefills_stay_flashmlas(serve: Any) -> None:
 def test_what_runs_where_is_logged_once(serve: Any, log_lines: list[str]) -> None:
     serve("torch", 8)
     lines = [line for line in log_lines if "attention with 8 heads per rank" in line]
-    assert [line.split(" on ")[0].split("over ")[1] for line in lines] == [
-        "pages of 256 rows",
-        "pages of 256 and 64 rows",
-        "pages of 256 and 2 rows",
-        "pages of 256 and 128 rows",
-        "pages of 256 and 256 rows",
-    ]
-    assert all("decodes and prefills run here, where" in line for line in lines)
+    of_ratio = [line.split(" on ")[0].split("over ")[1] for line in lines]
+    assert (
+        of_ratio[::2]
+        == of_ratio[1::2]
+        == [
+            "pages of 256 rows",
+            "pages of 256 and 64 rows",
+            "pages of 256 and 2 rows",
+            "pages of 256 and 128 rows",
+            "pages of 256 and 256 rows",
+        ]
+    )
+    assert all(": decodes run here, where" in line for line in lines[::2])
+    assert all(": prefills run here, where" in line for line in lines[1::2])
 
 
 def test_other_backends_drafts_and_records_are_left_alone(

@@ -13,11 +13,10 @@ from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
 from backend_core.engines import entry
-from backend_core.operator import Lead
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from benchmarks.recall_vllm import zero_mla_decodes
-from mla_backend.engines import mla_decoder, vllm_mla
+from mla_backend.engines import vllm_mla
 from mla_backend.engines.mla_decoder import MlaStep
 from mla_backend.engines.vllm_mla import PlannedDecode, SplitKvMLABackend, _uniform_tokens
 from mla_backend.plan.planner import MlaPlanner
@@ -30,6 +29,7 @@ from tests.engines.mla.vllm.harness import (
     queries,
     run_layer,
 )
+from tests.mla.beside import run_up_to
 
 TOLERANCE = 8e-3
 TARGETS = {
@@ -84,7 +84,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
         target: Target, heads: int, page_size: int, most: int | None = None, **options: Any
     ) -> Server:
         monkeypatch.setattr(vllm_mla, "detect_target", lambda device: target)
-        monkeypatch.setattr(mla_decoder, "decode_lead", lambda *args: Lead(((1, most),), "a test"))
+        run_up_to(monkeypatch, most)
         return Server(heads, Runner(page_size), **options)
 
     return made

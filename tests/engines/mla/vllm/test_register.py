@@ -147,12 +147,12 @@ def test_drafts_are_judged_by_their_rows(log_lines: list[str]) -> None:
     assert adapter.query_tokens(config) == (1, 4)
     assert chosen(config, heads=4) is SplitKvMLABackend
     served = "steps of up to 4 and of 32 to 128 requests with 4 query tokens each are planned"
-    assert served in log_lines[1]
+    assert any(served in line for line in log_lines)
     log_lines.clear()
     assert chosen(config, heads=16) is SplitKvMLABackend
-    assert log_lines[1].endswith(
+    assert log_lines[-1].endswith(
         "decode steps with 4 query tokens each stay FLASH_ATTN_MLA's: its decode was compared with"
-        " fa3 at up to 32 query rows per request, and this rank has 64"
+        " fa3 at up to 32 query rows per request"
     )
 
 
@@ -165,8 +165,7 @@ def test_drafts_are_judged_by_their_rows(log_lines: list[str]) -> None:
         ),
         (
             {"heads": 64},
-            "its decode was compared with fa3 at up to 32 query rows per request, and this rank"
-            " has 64",
+            "its decode was compared with fa3 at up to 32 query rows per request",
         ),
         ({"head_size": 320}, "a token of the cache must have 512 + 64 channels, got 320"),
         ({"dtype": torch.float16}, "queries must be in bfloat16, got float16"),

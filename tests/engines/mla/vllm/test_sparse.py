@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from backend_core.engines import Engine, entry
-from backend_core.operator import Lead
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from mla_backend.engines import flash_mla_calls, sparse_layer
 from mla_backend.engines import vllm as adapter
-from mla_backend.engines.sparse_layer import sparse_leads
 from tests.engines.mla.vllm.sparse_harness import (
     HAS_V41,
     Batches,
@@ -27,6 +25,7 @@ from tests.engines.mla.vllm.sparse_harness import (
     version_of,
     without_a_gpu,
 )
+from tests.mla.beside import run_as_on_h200
 
 TOLERANCE = 8e-3
 TARGETS = {
@@ -60,16 +59,12 @@ def serve(monkeypatch: pytest.MonkeyPatch, kernel: FlashMla) -> Iterator[Serve]:
             pytest.skip("DeepSeek-V4.1 is served from 0.33.0 on")
         config = engine_config(heads, **options)
         monkeypatch.setattr(vllm_sparse, "detect_target", lambda device: TARGETS[target])
-        monkeypatch.setattr(vllm_sparse, "sparse_leads", on_h200)
+        run_as_on_h200(monkeypatch)
         return Batches(config, build_layer(config, ratio))
 
     vllm_sparse._of_form.cache_clear()
     yield made
     vllm_sparse._of_form.cache_clear()
-
-
-def on_h200(target: Target, heads: int) -> dict[str, Lead]:
-    return sparse_leads(KNOWN_TARGETS["H200"], heads)
 
 
 def check(batches: Batches, out: torch.Tensor) -> None:
@@ -125,9 +120,9 @@ def test_kernels_are_made_for_the_pages_that_vllm_will_choose(
     served = batches.layer.served
     sizes = batches.swa_cache.shape[1], batches.cache.shape[1]
     assert (served.form.page_size, served.form.extra_page_size) == sizes
-    selections = dict(served._selections)
+    (spec,) = served.paths.served["decode"]._of_spec
     check(batches, batches.run(MIXED))
-    assert served._selections == selections
+    assert list(served.paths.served["decode"]._of_spec) == [spec]
 
 
 def test_both_families_decide_on_a_layer_of_v41(serve: Serve) -> None:
@@ -287,7 +282,8 @@ def test_a_layer_may_attend_to_its_window_alone(
     batches = serve("torch", 8, ratio, version=version)
     assert type(batches.layer).__name__ == "SparseAttention"
     assert batches.layer.padded_heads == 8
-    assert f"over pages of {batches.swa_page} rows on cpu" in log_lines[-2]
+    pages = f"over pages of {batches.swa_page} rows on cpu"
+    assert sum(pages in line for line in log_lines) == 2, "of decodes and of prefills"
     check(batches, batches.run(MIXED))
     assert not kernel.calls
 
@@ -299,9 +295,10 @@ def test_what_is_served_is_logged_once(serve: Serve, log_lines: list[str]) -> No
     assert lines == [
         "kda-dsv4-backend: DeepSeek-V4's attention with 64 heads per rank over pages of 64 and 64"
         " rows on cpu (cpu): decodes of up to 16 query tokens run here, where"
-        " benchmarks/results/dsv4_attention_h200.json has them ahead of FlashMLA; prefills stay"
-        " FlashMLA's: its sparse prefill was compared with flashmla at up to 32 heads per rank, and"
-        " this rank has 64"
+        " benchmarks/results/dsv4_attention_h200.json has them ahead of FlashMLA",
+        "kda-dsv4-backend: DeepSeek-V4's attention with 64 heads per rank over pages of 64 and 64"
+        " rows on cpu (cpu): prefills stay FlashMLA's: it was compared with flashmla at up to 64"
+        " heads per rank in decode and 32 in prefill",
     ]
 
 
@@ -333,9 +330,7 @@ def layer_of(**changes: Any) -> Any:
         ),
         (
             {"n_local_heads": 128},
-            "its sparse decode was compared with flashmla at up to 64 heads per rank, and this"
-            " rank has 128; its sparse prefill was compared with flashmla at up to 32 heads per"
-            " rank, and this rank has 128",
+            "it was compared with flashmla at up to 64 heads per rank in decode and 32 in prefill",
         ),
     ],
 )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from backend_core.operator import Lead
-from backend_core.target import KNOWN_TARGETS
-from mla_backend.api import decode_lead, select_mla_decode
-from mla_backend.engines.sparse_layer import sparse_leads
+from backend_core.target import KNOWN_TARGETS, Target
+from mla_backend.beside import result_file, select_beside, sizes_in_words
+from mla_backend.engines.mla_decoder import decode_paths
+from mla_backend.engines.sparse_layer import sparse_paths
 from mla_backend.family import FAMILY
 from mla_backend.spec import MlaSpec
 
@@ -61,8 +62,8 @@ def ahead(batches: dict[int, list[float]]) -> int | None:
 
 @pytest.mark.parametrize("rows", sorted({row["heads"] for row in measured(MLA)}))
 def test_the_limits_are_those_of_the_result_file(rows: int) -> None:
-    lead = decode_lead(H200, rows, "fa3")
-    assert (lead.sizes[0], lead.why) == ((1, ahead(shares(rows))), MLA)
+    selection = decode_paths(H200, rows, 64, "fa3", (1,)).served[1]
+    assert (selection.sizes[0], result_file(selection)) == ((1, ahead(shares(rows))), MLA)
 
 
 @pytest.mark.parametrize("heads", [4, 8, 16, 32])
@@ -70,7 +71,7 @@ def test_shared_prompts_are_looked_for_where_that_was_faster(heads: int) -> None
     """At the fewest requests and tokens of a row, between two that were measured, the search is no
     slower than FlashAttention 3 and than a plan without it."""
     points = {(r["requests"], r["shared"]): r for r in measured(SHARED) if r["heads"] == heads}
-    selection = select_mla_decode(H200, MlaSpec(heads, 64), "fa3")
+    selection = decode_paths(H200, heads, 64, "fa3", (1,)).served[1]
     found = [row.params for row in selection.rows if row.name != "upstream"]
     searching = [params for params in found if params.shared_requests]
     assert searching
@@ -81,25 +82,40 @@ def test_shared_prompts_are_looked_for_where_that_was_faster(heads: int) -> None
         assert 0 < part < 1 and at["search_us"] < min(at["alone_us"], at["fa3_us"])
 
 
-@pytest.mark.parametrize(("rows", "most"), [(1, None), (5, None), (9, 4), (16, 4), (17, 4)])
-def test_a_number_between_is_judged_as_the_larger(rows: int, most: int | None) -> None:
-    lead = decode_lead(H200, rows, "fa3")
-    assert lead.sizes[0] == (1, most)
-    assert lead.covers(4) and lead.covers(1000) == lead.covers(257) == (most is None)
-    assert lead.covers(17) == (most is None)
+@pytest.mark.parametrize("heads", range(1, 33))
+def test_a_number_between_is_judged_as_the_larger(heads: int) -> None:
+    """Whatever the query rows of a request, the table's units are its requests."""
+    as_many = next(most for most in (8, 16, 32) if heads <= most)
+    paths, like = (decode_paths(H200, n, 64, "fa3", (1,)) for n in (heads, as_many))
+    assert paths.served[1].rows == like.served[1].rows
+    sizes = {8: ((1, None),), 16: ((1, 4), (32, 128)), 32: ((1, 4), (64, 128))}[as_many]
+    assert paths.served[1].sizes == sizes
+    for low, high in sizes:
+        assert paths.covers(1, low) and paths.covers(1, high or 10**9)
+        assert high is None or not paths.covers(1, high + 1)
 
 
-def test_without_a_measurement_there_is_no_lead() -> None:
-    for target, heads, kernel, why in (
+def test_sizes_in_words() -> None:
+    of = {n: decode_paths(H200, n, 64, "fa3", (1,)).served[1] for n in (8, 16)}
+    assert sizes_in_words(of[8]) == "any number of"
+    assert sizes_in_words(of[16]) == "up to 4 and of 32 to 128"
+    later = replace(of[16], rows=of[16].rows[1:2] + of[16].rows[:1])
+    assert sizes_in_words(later) == "32 and more"
+
+
+@pytest.mark.parametrize(
+    ("target", "heads", "kernel", "why"),
+    [
         (KNOWN_TARGETS["B200"], 4, "fa3", "no result compares mla_decode with fa3 on sm100"),
         (H200, 4, "cutlass", "no result compares mla_decode with cutlass on sm90"),
-        (
-            *(H200, 33, "fa3"),
-            "its decode was compared with fa3 at up to 32 query rows per request, and this rank"
-            " has 33",
-        ),
-    ):
-        assert decode_lead(target, heads, kernel) == Lead((), why)
+        (H200, 33, "fa3", "its decode was compared with fa3 at up to 32 query rows per request"),
+    ],
+)
+def test_without_a_measurement_nothing_runs_here(
+    target: Target, heads: int, kernel: str, why: str
+) -> None:
+    paths = select_beside("mla_decode", target, {"decode": MlaSpec(heads, 64)}, kernel)
+    assert (paths.served, paths.why, paths.covers("decode", 1)) == ({}, why, False)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -111,40 +127,46 @@ def test_the_limits_of_sparse_mla_are_those_of_the_result_file(phase: str) -> No
             shares.append(row["ours_gpu_us"] / row["flashmla_gpu_us"])
     assert found
     for heads, batches in found.items():
-        assert sparse_leads(H200, heads)[phase] == Lead(((1, ahead(batches)),), SPARSE)
+        paths, most = sparse_paths(H200, heads), ahead(batches)
+        if most == 0:
+            assert phase in paths.refused
+            continue
+        selection = paths.served[phase]
+        assert (selection.sizes, result_file(selection)) == (((1, most),), SPARSE)
 
 
 def test_sparse_heads_between_are_judged_as_the_larger() -> None:
-    for heads, phase, lead in (
-        (5, "decode", Lead(((1, None),), SPARSE)),
-        (33, "decode", Lead(((1, 16),), SPARSE)),
-        (8, "prefill", Lead(((1, None),), SPARSE)),
-        (
-            *(33, "prefill"),
-            Lead(
-                (),
-                "its sparse prefill was compared with flashmla at up to 32 heads per rank, and"
-                " this rank has 33",
-            ),
-        ),
-    ):
-        assert sparse_leads(H200, heads)[phase] == lead
-    assert sparse_leads(KNOWN_TARGETS["MI355X"], 8)["decode"] == Lead(
-        (), "no result compares sparse_mla with flashmla on gfx950"
+    for heads in range(1, 65):
+        paths = sparse_paths(H200, heads)
+        like = sparse_paths(H200, next(most for most in (16, 32, 64) if heads <= most))
+        assert paths.refused == like.refused and paths.served.keys() == like.served.keys()
+        for phase, selection in paths.served.items():
+            assert selection.rows == like.served[phase].rows
+            most = 16 if heads > 32 else None
+            assert selection.sizes == ((1, most),) and paths.covers(phase, most or 10**9)
+        assert heads <= 32 or not paths.covers("decode", 17)
+    measured = (
+        "it was compared with flashmla at up to 64 heads per rank in decode and 32 in prefill"
     )
+    assert sparse_paths(H200, 33).refused == {"prefill": measured}
+    assert sparse_paths(H200, 65).why == measured and not sparse_paths(H200, 65).served
+    none = "no result compares sparse_mla with flashmla on gfx950"
+    assert sparse_paths(KNOWN_TARGETS["MI355X"], 8).why == none
+    assert sparse_paths(H200, 129).why == "num_heads must be 1 to 128, got 129"
 
 
 def test_what_is_said_of_deepseek_v4() -> None:
     assert FAMILY.model_refusal(DEEPSEEK_V4) is None
-    heads, decodes, prefills, *rows = FAMILY.describe_model(H200, DEEPSEEK_V4, 1)
+    heads, decodes, *rows, prefills = FAMILY.describe_model(H200, DEEPSEEK_V4, 1)
     source = SPARSE
     assert heads == "64 heads per GPU"
     assert decodes == (
         f"attention in decodes of up to 16 query tokens, where {source} has them ahead of flashmla"
     )
-    assert prefills.startswith("attention in prefills: flashmla, since its sparse prefill was")
+    assert prefills.startswith("attention in prefills: flashmla, since it was compared")
     assert all(row.startswith("sparse_mla grid ") for row in rows) and rows
-    assert FAMILY.describe_model(H200, DEEPSEEK_V4, 8)[1:3] == [
+    lines = FAMILY.describe_model(H200, DEEPSEEK_V4, 8)
+    assert [line for line in lines if line.startswith("attention")] == [
         f"attention in {phase}s, where {source} has them ahead of flashmla"
         for phase in ("decode", "prefill")
     ]
@@ -164,11 +186,11 @@ def test_which_models_have_layers_of_this_family() -> None:
 def test_what_is_said_of_a_model() -> None:
     heads, steps, *paths = FAMILY.describe_model(H200, KIMI, 1)
     assert heads == "32 heads per GPU" and [path.split(" (")[0] for path in paths] == [
-        "mla_decode grid 1 to 128: sm90 overhead=1 min_blocks=1 shared_requests=0 shared_tokens=0",
-        "mla_decode grid 129 to 2016: upstream kernel=fa3",
-        "mla_decode grid 2017 to 4096: sm90 overhead=1 min_blocks=1 shared_requests=64"
+        "mla_decode grid 1 to 4: sm90 overhead=1 min_blocks=1 shared_requests=0 shared_tokens=0",
+        "mla_decode grid 5 to 63: upstream kernel=fa3",
+        "mla_decode grid 64 to 128: sm90 overhead=1 min_blocks=1 shared_requests=64"
         " shared_tokens=6144",
-        "mla_decode grid 4097 and more: upstream kernel=fa3",
+        "mla_decode grid 129 and more: upstream kernel=fa3",
     ]
     assert steps == (
         "decode steps of up to 4 and of 64 to 128 requests, where"
