@@ -65,6 +65,7 @@ class Selection(Generic[Spec, Run]):
         keep("has_kernels", any(row.is_kernel for row in self.rows))
         keep("_runs", [None] * len(self.rows))
         keep("_of_spec", {self.spec: self})
+        keep("_of_row", {})
 
     def row(self, grid: int, longest: int | None = None) -> KernelPath:
         """The row for a call.
@@ -103,8 +104,11 @@ class Selection(Generic[Spec, Run]):
         return index
 
     def _bind(self, index: int) -> Run:
-        # threads may both bind: either result serves
-        bound = self.operator.bind(self.rows[index], self.spec, self.target)
+        row, of_row = self.rows[index], self._of_row  # type: ignore[attr-defined]
+        # threads may both bind: the first result serves
+        bound = of_row.get(row) or of_row.setdefault(
+            row, self.operator.bind(row, self.spec, self.target)
+        )
         self._runs[index] = bound  # type: ignore[attr-defined]
         return cast(Run, bound)
 
@@ -114,8 +118,10 @@ class Selection(Generic[Spec, Run]):
         return tuple(self._runs[n] or self._bind(n) for n in ours)  # type: ignore[attr-defined]
 
     def only(self, *rows: KernelPath) -> Selection[Spec, Run]:
-        """These rows alone, whatever they require: a forced choice."""
-        return replace(self, rows=rows, explained=())
+        """These rows alone, whatever they require: a forced choice. None is bound twice."""
+        forced = replace(self, rows=rows, explained=())
+        object.__setattr__(forced, "_of_row", self._of_row)  # type: ignore[attr-defined]
+        return forced
 
     def for_spec(self, spec: Spec) -> Selection[Spec, Run]:
         """The same rows for another layer, made once."""

@@ -136,6 +136,7 @@ def _force(schedule: tuple[bool, int] | None) -> None:
     many CTAs per SM, where ``schedule`` says so."""
     from kda_backend.prefill import two_stage_sm90 as pipeline
     from kda_backend.prefill.sm_schedule import schedules
+    from kda_backend.selection import select
 
     def choose(model: Any, shape: Any) -> Any:
         return min(
@@ -145,7 +146,7 @@ def _force(schedule: tuple[bool, int] | None) -> None:
         )[1]
 
     mock.patch.object(pipeline, "choose_schedule", choose).start()
-    pipeline._kernels.cache_clear()
+    select.cache_clear()
 
 
 def sanitised(

@@ -98,21 +98,23 @@ def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     times = []
     with mock.patch.object(CostModel, "from_table", return_value=every):
         for schedule in schedules_of:
-            _forget(pipeline)
+            _forget()
             with mock.patch.object(pipeline, "choose_schedule", return_value=schedule) as choose:
                 call = Ours(case, "two_stage_sm90")  # a step plan keeps the launch it has made
                 times.append((schedule, graph_time_ms(call, replays=8)))
             if not choose.called:
                 raise RuntimeError(f"the call ran with another schedule than {schedule}")
-    _forget(pipeline)
+    _forget()
     names = ("H", "seq_lens", "num_sms", "tiles", "tasks", "max_chunks", "long_tasks", "times")
     return dict(zip(names, (heads, lens, ours.num_sms, *shape, times), strict=True))
 
 
-def _forget(pipeline: Any) -> None:
-    """The kernels of a model with their schedules; compiled code is kept on disk."""
-    pipeline._kernels.cache_clear()
-    pipeline.make_kernels.cache_clear()
+def _forget() -> None:
+    """The bound paths of models with their schedules; compiled code is kept on disk."""
+    from kda_backend.selection import select, selection_for
+
+    select.cache_clear()
+    selection_for.cache_clear()
 
 
 Timed = tuple[PrefillShape, dict[Schedule, float]]

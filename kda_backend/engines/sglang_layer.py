@@ -42,7 +42,7 @@ def reserve(runner: Any) -> None:
     selection = _selection(layers, [], device, runner.dtype) if layers else None
     if selection is None:
         return
-    begin_to_compile(selection, device, _variants(selection))
+    begin_to_compile(selection, _variants(selection))
     reserve_scratch(runner, selection, len(layers))
 
 
@@ -193,7 +193,7 @@ def compile_kernels(
     convolution, beside a step size from that row. Kernels are compiled for each.
     """
     device, dtype = cache.temporal.device, kernel.selection.shape.dtype
-    for of_prefill in begin_to_compile(kernel.selection, device, _variants(kernel.selection)):
+    for of_prefill in begin_to_compile(kernel.selection, _variants(kernel.selection)):
         of_prefill.load()
     heads, key_dim, value_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     channels = layer.q_dim + layer.k_dim + layer.v_dim

@@ -132,7 +132,6 @@ def _runtime(
     tracks = (Track.NONE, with_snapshots) if checkpoints else (Track.NONE,)
     begin_to_compile(
         selection,
-        device,
         [
             variant_of_engine(shape.bounded_gate, track=track, bf16_state=bf16_state)
             for track in tracks

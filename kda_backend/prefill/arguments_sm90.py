@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from backend_core.launch.cuda import CudaParams
+from backend_core.launch.cuda import CudaKernel, CudaParams
 from kda_backend.contract.values import (
     GateSpec,
     Kept,
@@ -84,25 +84,37 @@ _SNAPSHOT_POOL_PARAMS = CudaParams(SNAPSHOT_POOL_FIELDS, addresses=["snapshot_in
 _NOT_SEEN: Any = object()
 
 
-def run(launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall) -> Relaunch | None:
-    """Runs a call of a path, and returns what makes the same launches at other addresses, if the
-    tensors can be read where they are.
+class HopperPath:
+    """A path of the prefill on Hopper, bound to a row and a GPU. It has the kernels of each
+    `PrefillVariant` that its calls had."""
 
-    Args:
-        launch_of: makes a step's launch from its first call that is laid out so; ``None`` where
-            rows start off multiples of 16 bytes by their strides.
-    """
+    def begin_to_compile(self, variant: PrefillVariant) -> list[CudaKernel]:
+        """Every kernel that a call may choose, compiled in threads."""
+        raise NotImplementedError
+
+    def launch_of(self, call: PrefillCall) -> Relaunch | None:
+        """A plan's launch, from its first call that is laid out so; ``None`` where rows start off
+        multiples of 16 bytes by their strides."""
+        raise NotImplementedError
+
+    def __call__(self, call: PrefillCall) -> Relaunch | None:
+        """Runs a call, and returns what makes the same launches at other addresses, if the tensors
+        can be read where they are."""
+        return _run(self, call)
+
+
+def _run(path: HopperPath, call: PrefillCall) -> Relaunch | None:
     tokens, gate, step_plan, state, out, chunk_states, scratch, kept, conv = call
     if step_plan.num_sequences == 0:
         return None  # no scan would be launched, and none would reset the counters
-    layout = kept, launch_of, chunk_states is None
+    layout = kept, path, chunk_states is None
     launch: Relaunch | None = step_plan.prepared.get(layout, _NOT_SEEN)
     if launch is _NOT_SEEN:
-        launch = step_plan.prepared.keep(layout, launch_of(call))
+        launch = step_plan.prepared.keep(layout, path.launch_of(call))
     q, k, v, g = [x.data_ptr() for x in tokens[:4]]
     o = out.data_ptr()
     if launch is None or (q | k | v | g | o) & 15:
-        _run_on_16_bytes(launch_of, call)
+        _run_on_16_bytes(path, call)
         return None
     beta = beta_of(tokens)  # a copy must live until the launch
     qk_conv = () if conv is None else (conv.state.data_ptr(), conv.weight.data_ptr())
@@ -111,13 +123,11 @@ def run(launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall) 
     return launch if beta is tokens.beta else None
 
 
-def _run_on_16_bytes(
-    launch_of: Callable[[PrefillCall], Relaunch | None], call: PrefillCall
-) -> None:
-    """`run` of packed copies, whose launch no other call makes."""
+def _run_on_16_bytes(path: HopperPath, call: PrefillCall) -> None:
+    """`_run` of packed copies, whose launch no other call makes."""
     rows = TokenInputs._make((*map(_on_16_bytes, call.tokens[:4]), *call.tokens[4:]))
     aligned, plan = _on_16_bytes(call.out), dataclasses.replace(call.step_plan)
-    run(launch_of, call._replace(tokens=rows, out=aligned, step_plan=plan, kept=Kept()))
+    _run(path, call._replace(tokens=rows, out=aligned, step_plan=plan, kept=Kept()))
     if aligned is not call.out:
         call.out.copy_(aligned)
 

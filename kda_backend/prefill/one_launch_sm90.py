@@ -7,10 +7,8 @@ memory and scans it there, and works on no rows beyond the longest sequence's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.target import Target
@@ -23,11 +21,11 @@ from kda_backend.prefill.arguments_sm90 import (
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
     TILE_BYTES,
+    HopperPath,
     PrefillVariant,
     Track,
     gate_parameter,
     layout_of,
-    run,
     snapshot_pool,
     tile_defines,
 )
@@ -70,6 +68,10 @@ CTAS_PER_SM = {16: 3, 32: 3, 64: 2}
 """CTAs per SM, by rows per chunk; 1 if there are no more tasks than SMs."""
 
 
+Kernels: TypeAlias = Mapping[tuple[int, int], CudaKernel]
+"""Those of a variant, by rows and CTAs per SM."""
+
+
 class Launch(NamedTuple):
     """How one call is launched.
 
@@ -86,21 +88,44 @@ class Launch(NamedTuple):
     ctas: int
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], object]:
-    return functools.partial(run, functools.partial(one_launch_sm90, target.num_sms))
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> OneLaunchSm90:
+    return OneLaunchSm90(target)
 
 
-def one_launch_sm90(sms: int, call: PrefillCall) -> Relaunch | None:
+class OneLaunchSm90(HopperPath):
     """Scores, solve and scan of all sequences, whose lengths the host knows."""
+
+    def __init__(self, target: Target) -> None:
+        self._sms = target.num_sms
+        self._made: dict[PrefillVariant, Kernels] = {}
+
+    def begin_to_compile(self, variant: PrefillVariant) -> list[CudaKernel]:
+        if variant not in self._made:
+            self._made[variant] = _make_kernels(variant)
+        return list(self._made[variant].values())
+
+    def kernels(self, variant: PrefillVariant) -> Kernels:
+        """All of a variant, loaded."""
+        for kernel in self.begin_to_compile(variant):
+            kernel.load()
+        return self._made[variant]
+
+    def launch_of(self, call: PrefillCall) -> Relaunch | None:
+        strides, variant = layout_of(call)
+        if strides is None:
+            return None
+        return _launch_of(self.kernels(variant), self._sms, strides, call)
+
+
+def _launch_of(
+    kernels: Kernels, sms: int, strides: Mapping[str, tuple[int, ...]], call: PrefillCall
+) -> Relaunch:
     tokens, gate, step_plan, state, *_ = call
-    strides, variant = layout_of(call)
-    if strides is None:
-        return None
     value_heads = tokens.v.shape[2]
     assert step_plan.max_tokens is not None  # the row has a limit of the longest sequence
     tasks, num_tiles = (n * value_heads for n in (step_plan.num_sequences, step_plan.num_chunks))
     chosen = choose_launch(step_plan.max_tokens, tasks, sms)
-    kernel = load_kernels(tokens.q.device, variant)[chosen.rows, chosen.ctas_per_sm]
+    kernel = kernels[chosen.rows, chosen.ctas_per_sm]
     table = step_plan.chunk_table
     assert table is not None
     params = PARAMS.at(
@@ -162,11 +187,7 @@ def choose_launch(longest: int, tasks: int, sms: int) -> Launch:
     return Launch(rows, ctas_per_sm, split, min(tasks, ctas_per_sm * sms))
 
 
-@functools.cache
-def make_kernels(
-    device: torch.device, variant: PrefillVariant
-) -> Mapping[tuple[int, int], CudaKernel]:
-    """The kernels by rows and CTAs per SM, which begin to compile."""
+def _make_kernels(variant: PrefillVariant) -> Kernels:
     return {
         (rows, ctas_per_sm): CudaKernel(
             KERNELS / "one_launch.cu",
@@ -177,24 +198,6 @@ def make_kernels(
         for rows, many in CTAS_PER_SM.items()
         for ctas_per_sm in (1, many)
     }
-
-
-def begin_to_compile(
-    path: KernelPath, device: torch.device, variant: PrefillVariant
-) -> list[CudaKernel]:
-    """Every kernel that a call of the row may choose."""
-    return list(make_kernels(device, variant).values())
-
-
-@functools.cache
-def load_kernels(
-    device: torch.device, variant: PrefillVariant
-) -> Mapping[tuple[int, int], CudaKernel]:
-    """Those of `make_kernels`, loaded."""
-    kernels = make_kernels(device, variant)
-    for kernel in kernels.values():
-        kernel.load()
-    return kernels
 
 
 def params_of(variant: PrefillVariant) -> CudaParams:

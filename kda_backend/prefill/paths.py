@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
-from kda_backend.prefill import conv_sm90, one_launch_sm90, segmented_sm90, two_stage_sm90
-from kda_backend.prefill.arguments_sm90 import variant_of
+from kda_backend.prefill import conv_sm90, one_launch_sm90
+from kda_backend.prefill.arguments_sm90 import HopperPath, variant_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from backend_core.launch.cuda import CudaKernel
     from backend_core.tables.schema import KernelPath
@@ -19,12 +16,6 @@ if TYPE_CHECKING:
     from kda_backend.prefill.arguments_sm90 import PrefillVariant
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan
-
-_CUDA = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (one_launch_sm90, segmented_sm90, two_stage_sm90)
-}
-"""The paths that have CUDA kernels, by name."""
 
 
 def path_of(
@@ -67,7 +58,7 @@ def convolves(
 
 
 def begin_to_compile(
-    selection: KdaSelection, device: torch.device, variants: Sequence[PrefillVariant]
+    selection: KdaSelection, variants: Sequence[PrefillVariant]
 ) -> list[CudaKernel]:
     """The CUDA kernels that a model's prefills may choose, which compile in threads meanwhile.
 
@@ -75,10 +66,10 @@ def begin_to_compile(
         variants: of the calls that will come (`arguments_sm90.variant_of`).
     """
     kernels: list[CudaKernel] = []
-    heads = selection.shape.num_value_heads
-    for path, variant in itertools.product(dict.fromkeys(selection.prefill.rows), variants):
-        if path.max_width is not None and heads > path.max_width:
+    heads, paths = selection.shape.num_value_heads, selection.prefill
+    for row, path in zip(paths.rows, paths.bind_all(), strict=True):
+        if row.max_width is not None and heads > row.max_width:
             continue  # one sequence has as many times its own share
-        if path.name in _CUDA:
-            kernels += _CUDA[path.name].begin_to_compile(path, device, variant)
+        if isinstance(path, HopperPath):
+            kernels += [kernel for x in variants for kernel in path.begin_to_compile(x)]
     return kernels

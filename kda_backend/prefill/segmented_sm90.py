@@ -7,17 +7,12 @@ takes the steps that are not scanned by segments.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
-
-import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.tables.schema import KernelPath
-from backend_core.target import Target, detect_target
+from backend_core.target import Target
 from kda_backend.contract.values import PrefillCall, Relaunch
 from kda_backend.launch_params import SegmentedParams
 from kda_backend.prefill.arguments_sm90 import (
@@ -25,13 +20,12 @@ from kda_backend.prefill.arguments_sm90 import (
     KERNELS,
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
+    HopperPath,
     Track,
-    run,
     variant_of,
 )
 from kda_backend.prefill.sm_schedule import CostModel, IntraCost, ScanCost, Schedule
-from kda_backend.prefill.two_stage_sm90 import SCAN_FIELDS, Scan, two_stage_sm90
-from kda_backend.prefill.two_stage_sm90 import begin_to_compile as begin_to_compile_whole
+from kda_backend.prefill.two_stage_sm90 import SCAN_FIELDS, Scan, TwoStageSm90
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan
@@ -78,18 +72,47 @@ class Segments(NamedTuple):
     merged: int
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], object]:
-    return functools.partial(run, functools.partial(segmented_sm90, row))
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> SegmentedSm90:
+    return SegmentedSm90(row.params, target)
 
 
-def segmented_sm90(path: KernelPath, call: PrefillCall) -> Relaunch | None:
-    """`two_stage_sm90`, whose scan runs on segments of the sequences."""
-    return two_stage_sm90(whole_row(path), call, functools.partial(_segmented_scan, path))
+class SegmentedSm90(HopperPath):
+    """`TwoStageSm90`, whose scan runs on segments of the sequences."""
+
+    def __init__(self, params: SegmentedParams, target: Target) -> None:
+        self._params = params
+        self._whole = TwoStageSm90(params.cost_model, target)
+        self._made: dict[tuple[bool, bool, Track], SegmentKernels] = {}
+
+    def begin_to_compile(self, variant: PrefillVariant) -> list[CudaKernel]:
+        return [*self._begin(variant), *self._whole.begin_to_compile(variant)]
+
+    def _begin(self, variant: PrefillVariant) -> list[CudaKernel]:
+        scanned = variant.int64_offsets, variant.bf16_state, variant.track
+        if scanned not in self._made:
+            self._made[scanned] = _make_kernels(*scanned)
+        ends, merge, scan = self._made[scanned]
+        return [ends, merge, *scan]
+
+    def kernels(self, variant: PrefillVariant) -> SegmentKernels:
+        """All of a variant, loaded: a later batch may be the first long one."""
+        for kernel in self._begin(variant):
+            kernel.load()
+        return self._made[variant.int64_offsets, variant.bf16_state, variant.track]
+
+    def launch_of(self, call: PrefillCall) -> Relaunch | None:
+        return self._whole.launch_with(call, self._scan)
+
+    def _scan(self, call: PrefillCall) -> Scan:
+        tokens, gate, step_plan, state, _, chunk_states, *_ = call
+        kernels = self.kernels(variant_of(tokens, gate, step_plan, state, chunk_states))
+        chunks, value_heads = self._params.segment_chunks, tokens.v.shape[2]
+        return _scan_of(kernels, self._whole.cost_model, chunks, step_plan, value_heads)
 
 
-def segments_of(params: SegmentedParams, step_plan: StepPlan) -> Segments:
+def segments_of(segment_chunks: int, step_plan: StepPlan) -> Segments:
     """The segments of a step, whose lengths the host knows."""
-    bounds, tokens = step_plan.cu_seqlens_cpu, params.segment_chunks * CHUNK
+    bounds, tokens = step_plan.cu_seqlens_cpu, segment_chunks * CHUNK
     assert bounds is not None  # the row has a limit of the longest sequence
     counts = [max(1, -(-(end - begin) // tokens)) for begin, end in itertools.pairwise(bounds)]
     return Segments(
@@ -124,29 +147,27 @@ def choose_segment_schedule(
     return Schedule(intra.ctas_per_sm, scan.split, scan_ctas, intra_ctas, sms, 0, False)
 
 
-class _SegmentKernels(NamedTuple):
-    """The kernels of one model on one path and device: ``scan`` as (scan, scan_split); and the cost
-    model of `two_stage_sm90`."""
+class SegmentKernels(NamedTuple):
+    """The kernels of a variant: ``scan`` as (scan, scan_split)."""
 
     ends: CudaKernel
     merge: CudaKernel
     scan: tuple[CudaKernel, CudaKernel]
-    cost_model: CostModel
 
 
-def _segmented_scan(path: KernelPath, call: PrefillCall) -> Scan:
+def _scan_of(
+    kernels: SegmentKernels,
+    cost_model: CostModel,
+    chunks: int,
+    step_plan: StepPlan,
+    value_heads: int,
+) -> Scan:
     """The three launches that take the scan's place, each a programmatic dependent of the one
     before."""
-    tokens, gate, step_plan, state, _, chunk_states, *_ = call
-    variant = variant_of(tokens, gate, step_plan, state, chunk_states)
-    kernels = _kernels(
-        path, tokens.q.device, variant.int64_offsets, variant.bf16_state, variant.track
-    )
-    segments = segments_of(path.params, step_plan)
-    chunks, value_heads = path.params.segment_chunks, tokens.v.shape[2]
-    num_sms, num_tasks = kernels.cost_model.num_sms, segments.total * value_heads
+    segments = segments_of(chunks, step_plan)
+    num_sms, num_tasks = cost_model.num_sms, segments.total * value_heads
     num_tiles = step_plan.num_chunks * value_heads
-    schedule = choose_segment_schedule(kernels.cost_model, num_tiles, num_tasks, chunks)
+    schedule = choose_segment_schedule(cost_model, num_tiles, num_tasks, chunks)
     end_tasks, merge_tasks = segments.ends * value_heads, 2 * segments.merged * value_heads
     num_sequences = step_plan.num_sequences
 
@@ -170,11 +191,7 @@ def _segmented_scan(path: KernelPath, call: PrefillCall) -> Scan:
     return Scan(schedule, num_tasks, launch)
 
 
-@functools.cache
-def make_kernels(
-    path: KernelPath, device: torch.device, int64_offsets: bool, bf16_state: bool, track: Track
-) -> _SegmentKernels:
-    """The kernels of a model, which begin to compile."""
+def _make_kernels(int64_offsets: bool, bf16_state: bool, track: Track) -> SegmentKernels:
     params = segment_params(track)
     ends, merge, scan, scan_split = (
         CudaKernel(KERNELS / f"{name}.cu", name, params, defines)
@@ -185,33 +202,7 @@ def make_kernels(
             ("scan_split", segment_defines(int64_offsets, bf16_state, track)),
         )
     )
-    cost_model = CostModel.from_table(path.params.cost_model, detect_target(device).num_sms)
-    return _SegmentKernels(ends, merge, (scan, scan_split), cost_model)
-
-
-def begin_to_compile(
-    path: KernelPath, device: torch.device, variant: PrefillVariant
-) -> list[CudaKernel]:
-    """Every kernel that a call of the row may choose; some of its steps are scanned whole."""
-    own = make_kernels(path, device, variant.int64_offsets, variant.bf16_state, variant.track)
-    whole = begin_to_compile_whole(whole_row(path), device, variant)
-    return [own.ends, own.merge, *own.scan, *whole]
-
-
-@functools.cache
-def _kernels(
-    path: KernelPath, device: torch.device, int64_offsets: bool, bf16_state: bool, track: Track
-) -> _SegmentKernels:
-    """All of them, loaded: a later batch may be the first long one."""
-    kernels = make_kernels(path, device, int64_offsets, bf16_state, track)
-    for kernel in (kernels.ends, kernels.merge, *kernels.scan):
-        kernel.load()
-    return kernels
-
-
-def whole_row(path: KernelPath) -> KernelPath:
-    """The row of `two_stage_sm90` by which steps are scanned whole."""
-    return replace(path, name="two_stage_sm90", params=path.params.cost_model)
+    return SegmentKernels(ends, merge, (scan, scan_split))
 
 
 def segment_params(track: Track) -> CudaParams:

@@ -6,12 +6,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from backend_core.launch.cuda import CudaKernel, CudaParams
 from backend_core.launch.faults import FaultRecord, record
-from backend_core.target import Target, detect_target
+from backend_core.target import Target
 from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, Relaunch
+from kda_backend.launch_params import PrefillCostModel
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -22,12 +21,12 @@ from kda_backend.prefill.arguments_sm90 import (
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
     TILE_BYTES,
+    HopperPath,
     PrefillVariant,
     Track,
     gate_parameter,
     intra_defines,
     layout_of,
-    run,
     snapshot_pool,
 )
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
@@ -80,30 +79,56 @@ class Scan(NamedTuple):
     launch: Callable[[bytes, Scratch], None]
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], object]:
-    return functools.partial(run, functools.partial(two_stage_sm90, row))
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> TwoStageSm90:
+    return TwoStageSm90(row.params, target)
 
 
-def two_stage_sm90(
-    path: KernelPath,
-    call: PrefillCall,
-    segments: Callable[[PrefillCall], Scan] | None = None,
-) -> Relaunch | None:
+class TwoStageSm90(HopperPath):
     """Scores and solve of each chunk in one kernel, the scan of each sequence in another.
 
     The scan starts on SMs that the first kernel leaves to it, and finds by flags which tiles are
-    there. Between calls the counters in ``scratch`` are zero: the scan resets what the intra stage
-    has counted.
-
-    Args:
-        segments: what takes the place of a scan of whole sequences (`segmented_sm90`).
+    there. Between calls the counters in the scratch memory are zero: the scan resets what the intra
+    stage has counted.
     """
+
+    def __init__(self, params: PrefillCostModel, target: Target) -> None:
+        self.cost_model = CostModel.from_table(params, target.num_sms)
+        self._made: dict[PrefillVariant, StageKernels] = {}
+
+    def begin_to_compile(self, variant: PrefillVariant) -> list[CudaKernel]:
+        if variant not in self._made:
+            self._made[variant] = _make_kernels(self.cost_model, variant)
+        kernels = self._made[variant]
+        return [*kernels.intra.values(), *kernels.scan]
+
+    def kernels(self, variant: PrefillVariant) -> StageKernels:
+        """All of a variant, loaded: a later batch may be the first to choose one."""
+        for kernel in self.begin_to_compile(variant):
+            kernel.load()
+        return self._made[variant]
+
+    def launch_of(self, call: PrefillCall) -> Relaunch | None:
+        return self.launch_with(call, None)
+
+    def launch_with(
+        self, call: PrefillCall, segments: Callable[[PrefillCall], Scan] | None
+    ) -> Relaunch | None:
+        """`launch_of`; ``segments`` takes the place of a scan of whole sequences."""
+        strides, variant = layout_of(call)
+        if strides is None:
+            return None
+        return _launch_of(self.kernels(variant), strides, variant, segments, call)
+
+
+def _launch_of(
+    kernels: StageKernels,
+    strides: Mapping[str, tuple[int, ...]],
+    variant: PrefillVariant,
+    segments: Callable[[PrefillCall], Scan] | None,
+    call: PrefillCall,
+) -> Relaunch:
     tokens, gate, step_plan, state, *_, conv = call
-    strides, variant = layout_of(call)
-    if strides is None:
-        return None
     device, value_heads = tokens.q.device, tokens.v.shape[2]
-    kernels = _kernels(path, device, variant)
     num_tiles = step_plan.num_chunks * value_heads
     of_call = segments or functools.partial(_whole, kernels, num_tiles, value_heads)
     schedule, num_tasks, launch_scan = of_call(call)
@@ -165,7 +190,7 @@ def two_stage_sm90(
     return launch
 
 
-def _whole(kernels: _StageKernels, num_tiles: int, value_heads: int, call: PrefillCall) -> Scan:
+def _whole(kernels: StageKernels, num_tiles: int, value_heads: int, call: PrefillCall) -> Scan:
     """The scan of each sequence as a whole."""
     plan = call.step_plan
     num_tasks, long_tasks = plan.num_sequences * value_heads, plan.long_sequences * value_heads
@@ -197,19 +222,16 @@ def fault_record() -> FaultRecord:
     )
 
 
-class _StageKernels(NamedTuple):
-    """The kernels of one model on one path and device: ``intra`` by CTAs per SM, ``scan`` as
-    (scan, scan_split); and the schedule of each shape."""
+class StageKernels(NamedTuple):
+    """The kernels of a variant: ``intra`` by CTAs per SM, ``scan`` as (scan, scan_split); and the
+    schedule of each shape."""
 
     intra: Mapping[int, CudaKernel]
     scan: tuple[CudaKernel, CudaKernel]
     schedule: Callable[[PrefillShape], Schedule]
 
 
-@functools.cache
-def make_kernels(path: KernelPath, device: torch.device, variant: PrefillVariant) -> _StageKernels:
-    """The kernels of a model, which begin to compile."""
-    cost_model = CostModel.from_table(path.params, detect_target(device).num_sms)
+def _make_kernels(cost_model: CostModel, variant: PrefillVariant) -> StageKernels:
     intra = {
         choice.ctas_per_sm: CudaKernel(
             KERNELS / "intra_chunk.cu",
@@ -225,24 +247,7 @@ def make_kernels(path: KernelPath, device: torch.device, variant: PrefillVariant
         for name in ("scan", "scan_split")
     )
     schedule = functools.lru_cache(4096)(functools.partial(choose_schedule, cost_model))
-    return _StageKernels(intra, (scan, scan_split), schedule)
-
-
-def begin_to_compile(
-    path: KernelPath, device: torch.device, variant: PrefillVariant
-) -> list[CudaKernel]:
-    """Every kernel that a call of the row may choose."""
-    kernels = make_kernels(path, device, variant)
-    return [*kernels.intra.values(), *kernels.scan]
-
-
-@functools.cache
-def _kernels(path: KernelPath, device: torch.device, variant: PrefillVariant) -> _StageKernels:
-    """All of them, loaded: a later batch may be the first to choose one."""
-    kernels = make_kernels(path, device, variant)
-    for kernel in (*kernels.intra.values(), *kernels.scan):
-        kernel.load()
-    return kernels
+    return StageKernels(intra, (scan, scan_split), schedule)
 
 
 def scan_params_of(variant: PrefillVariant) -> CudaParams:

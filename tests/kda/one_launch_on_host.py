@@ -34,9 +34,7 @@ class Sources:
         self.folder, self.seed = folder, seed
         self.launches: list[Launch] = []
 
-    def load_kernels(
-        self, device: object, variant: PrefillVariant
-    ) -> dict[tuple[int, int], HostKernel]:
+    def kernels(self, variant: PrefillVariant) -> dict[tuple[int, int], HostKernel]:
         made = _Kernels()
         made.build = lambda rows, ctas: HostKernel(
             self.folder / "one_launch.cu",
@@ -82,7 +80,9 @@ def use_one_launch(
         made.launches.append(launch)
         return launch
 
-    monkeypatch.setattr(in_one, "load_kernels", made.load_kernels)
+    monkeypatch.setattr(
+        in_one.OneLaunchSm90, "kernels", lambda path, variant: made.kernels(variant)
+    )
     monkeypatch.setattr(in_one, "choose_launch", launch_of)
     return made
 

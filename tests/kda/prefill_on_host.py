@@ -85,12 +85,12 @@ def use_two_stages(
         cluster_size=2 if split else 1,
         run_seed=seed,
     )
-    kernels = pipeline._StageKernels(
+    kernels = pipeline.StageKernels(
         {2: intra},  # type: ignore[dict-item]
         (scan, scan),  # type: ignore[arg-type]
         lambda shape: schedule_of(shape, split=split, sequence_major=sequence_major),
     )
-    monkeypatch.setattr(pipeline, "_kernels", lambda *_: kernels)
+    monkeypatch.setattr(pipeline.TwoStageSm90, "kernels", lambda *_: kernels)
     if not segment_chunks:
         return
     assert scan_params is not None
@@ -100,9 +100,12 @@ def use_two_stages(
         for name in ("segment_ends", "merge_segments")
     )
     # few SMs: CTAs take several tasks
-    cost_model = CostModel.from_table(ROW.params, num_sms=5)
-    of_segments = segmented._SegmentKernels(*passes, (scan, scan), cost_model)  # type: ignore[arg-type]
-    monkeypatch.setattr(segmented, "_kernels", lambda *_: of_segments)
+    few_sms, scan_of = CostModel.from_table(ROW.params, num_sms=5), segmented._scan_of
+    monkeypatch.setattr(
+        segmented, "_scan_of", lambda kernels, model, *call: scan_of(kernels, few_sms, *call)
+    )
+    of_segments = segmented.SegmentKernels(*passes, (scan, scan))  # type: ignore[arg-type]
+    monkeypatch.setattr(segmented.SegmentedSm90, "kernels", lambda *_: of_segments)
     monkeypatch.setattr(
         segmented,
         "choose_segment_schedule",

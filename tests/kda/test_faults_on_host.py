@@ -40,7 +40,7 @@ def clean_record() -> Iterator[None]:
     pipeline.fault_record().words.zero_()
 
 
-def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline._StageKernels:
+def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline.StageKernels:
     intra = HostKernel(
         pipeline.KERNELS / "intra_chunk.cu",
         "intra_chunk",
@@ -61,7 +61,7 @@ def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline._StageKe
         scan_ctas = 4 * shape.tasks if split else min(shape.tasks, 2)
         return Schedule(2, split, scan_ctas, 3, 2, tiles_of_reserved, False)
 
-    return pipeline._StageKernels({2: intra}, (scan, scan), schedule)  # type: ignore[dict-item, arg-type]
+    return pipeline.StageKernels({2: intra}, (scan, scan), schedule)  # type: ignore[dict-item, arg-type]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def call(monkeypatch: pytest.MonkeyPatch, seed: int) -> Callable[..., None]:
         scratch: Scratch, plant: Plant = lambda x: x, *, split: bool = False, reserved: int = 1
     ) -> None:
         made = plant(kernels(seed, split, reserved))
-        monkeypatch.setattr(pipeline, "_kernels", lambda *_: made)
+        monkeypatch.setattr(pipeline.TwoStageSm90, "kernels", lambda *_: made)
         case = CPU.case(seed, (67, 130), key_dim=128, value_dim=128)
         selection = CPU.selection(case.shape).with_path(ROW)
         assert_result(case, *CPU.chunk(case, selection=selection, scratch=scratch))
@@ -87,7 +87,7 @@ class NotLaunched:
         pass
 
 
-def without_intra(made: pipeline._StageKernels) -> pipeline._Kernels:
+def without_intra(made: pipeline.StageKernels) -> pipeline.StageKernels:
     return made._replace(intra={2: NotLaunched()})  # type: ignore[dict-item]
 
 
@@ -173,7 +173,7 @@ def test_two_calls_at_once_on_one_scratch_give_up(
     made = kernels(seed, False, 1)
     scan = Later(made.scan[0], waiting)  # type: ignore[arg-type]
     deferred = made._replace(scan=(scan, scan))  # type: ignore[arg-type]
-    monkeypatch.setattr(pipeline, "_kernels", lambda *_: deferred)
+    monkeypatch.setattr(pipeline.TwoStageSm90, "kernels", lambda *_: deferred)
     case = CPU.case(seed, (67, 130), key_dim=128, value_dim=128)
     arguments = {
         "selection": CPU.selection(case.shape).with_path(ROW),

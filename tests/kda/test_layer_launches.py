@@ -22,7 +22,6 @@ from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
-from kda_backend.prefill.sm_schedule import CostModel
 from kda_backend.scratch import Scratch
 from tests.kda.cases import Backend
 from tests.kda.one_launch_on_host import ON as IN_ONE
@@ -70,24 +69,23 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     monkeypatch.setattr(triton_launch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(KernelLaunch, "_find", lambda *args: made.find(*args))
     scans = made.kernel("scan"), made.kernel("scan_split")
-    kernels = pipeline._StageKernels(
+    kernels = pipeline.StageKernels(
         dict.fromkeys((2, 4), made.kernel("intra")),  # type: ignore[dict-item]
         scans,  # type: ignore[arg-type]
         lambda shape: schedule_of(shape, split=False, sequence_major=False),
     )
-    monkeypatch.setattr(pipeline, "_kernels", lambda *_: kernels)
+    monkeypatch.setattr(pipeline.TwoStageSm90, "kernels", lambda *_: kernels)
     monkeypatch.setattr(
         conv_sm90, "load_kernels", lambda *_: dict.fromkeys((2, 4), made.kernel("intra, conv"))
     )
     in_one_launch = {(64, ctas): made.kernel("one launch") for ctas in (1, 2)}
-    monkeypatch.setattr(in_one, "load_kernels", lambda *_: in_one_launch)
-    of_segments = segmented._SegmentKernels(
+    monkeypatch.setattr(in_one.OneLaunchSm90, "kernels", lambda *_: in_one_launch)
+    of_segments = segmented.SegmentKernels(
         made.kernel("ends"),  # type: ignore[arg-type]
         made.kernel("merge"),  # type: ignore[arg-type]
         scans,  # type: ignore[arg-type]
-        CostModel.from_table(ROW.params, num_sms=5),
     )
-    monkeypatch.setattr(segmented, "_kernels", lambda *_: of_segments)
+    monkeypatch.setattr(segmented.SegmentedSm90, "kernels", lambda *_: of_segments)
     for module in (layer, layer_stages):
         torch_here = SimpleNamespace(**{**vars(torch), "empty": made.empty})
         monkeypatch.setattr(module, "torch", torch_here)

@@ -34,9 +34,9 @@ def plan_of(lengths: tuple[int, ...], *, known: bool = True) -> StepPlan:
 def test_a_step_is_divided_from_each_sequences_start() -> None:
     params = SegmentedParams(2, COST_MODEL)
     # of 128 tokens: 4 segments and 2 results for each of the two in the middle; 1; 1; 2
-    found = segmented.segments_of(params, plan_of((450, 0, 128, 129)))
+    found = segmented.segments_of(params.segment_chunks, plan_of((450, 0, 128, 129)))
     assert found == segmented.Segments(total=8, ends=5 + 1, merged=1)
-    longer = segmented.segments_of(params, plan_of((450 + 128, 0, 128, 129)))
+    longer = segmented.segments_of(params.segment_chunks, plan_of((450 + 128, 0, 128, 129)))
     assert longer == segmented.Segments(total=9, ends=7 + 1, merged=1)
 
 

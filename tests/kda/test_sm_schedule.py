@@ -100,7 +100,7 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
         return choose_schedule(shipped_model(132), shape)
 
     kernels = SimpleNamespace(intra=defaultdict(lambda: intra), scan=(scan,) * 2, schedule=schedule)
-    monkeypatch.setattr(pipeline, "_kernels", lambda *_: kernels)
+    monkeypatch.setattr(pipeline.TwoStageSm90, "kernels", lambda *_: kernels)
     x = torch.zeros(1, 70, 2, 128, dtype=torch.bfloat16)
     tokens = TokenInputs(x, x, x, x, x[..., 0], Beta.SIGMOID, True, 1.0)
     plan = build_step_plan(torch.tensor([0, 70], dtype=torch.int32), 70, chunk_table=False)
@@ -112,7 +112,7 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
         call = PrefillCall(
             tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, Kept()
         )
-        pipeline.bind(ROW, *(untouched,) * 2)(call)
+        pipeline.bind(ROW, untouched, KNOWN_TARGETS["H200"])(call)
     assert scratch.flags().numel() and not scratch.flags().any()
 
 
@@ -121,4 +121,4 @@ def test_no_sequences_launch_nothing() -> None:
     nothing = build_step_plan(torch.zeros(1, dtype=torch.int32), 0, chunk_table=False)
     untouched: Any = None  # whatever is looked at raises
     call = PrefillCall(*(untouched,) * 2, nothing, *(untouched,) * 5)
-    pipeline.bind(*(untouched,) * 3)(call)
+    pipeline.bind(ROW, untouched, KNOWN_TARGETS["H200"])(call)
