@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from backend_cli.terminal import hidden, visible
+from backend_cli.terminal import visible
 from backend_core.strict import is_on
 
 # typer used to raise click's exceptions and now raises those of a copy it carries.
@@ -67,5 +67,5 @@ def _close_output() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"kda-dsv4: {visible(hidden(' '.join(message.split())))}", file=sys.stderr)
+    print(f"kda-dsv4: {visible(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)

@@ -22,11 +22,12 @@ def plain_console(*, width: int | None = None, soft_wrap: bool = True) -> Consol
 
 
 def visible(text: str) -> str:
-    """One line of a text that others wrote: what would steer a terminal becomes U+FFFD."""
+    """One line of what others wrote, `hidden`: what would steer a terminal becomes U+FFFD."""
+    text = hidden(text)
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-_LOGIN = re.compile(r"(?<=://)\S*@|^[^\s/]*:\S*@")
+_LOGIN = re.compile(r"(?<=://)\S*@")
 _AUTHORIZATION = re.compile(r"(authorization\W+(?:bearer|basic)\s+)[^\s\"'>,}]+", re.IGNORECASE)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from backend_cli.errors import BadInputError
 from backend_cli.eval.endpoint import Endpoint, Server, ask_all
 from backend_cli.files import read_by
-from backend_cli.terminal import Bar, hidden, visible
+from backend_cli.terminal import Bar, visible
 from backend_core.bounded import RESULT_BYTES, parse_json, read_text
 
 FORMAT = "kda-dsv4 answers 1"
@@ -116,11 +116,7 @@ class KeptAnswers:
                 f"{k} {header.get(k)!r} instead of {self._header[k]!r}" for k in differing
             )
             print(
-                visible(
-                    hidden(
-                        f"the answers in {self.path} are of another run and are not used: {said}"
-                    )
-                ),
+                visible(f"the answers in {self.path} are of another run and are not used: {said}"),
                 file=sys.stderr,
             )
             self.path.unlink()

@@ -80,7 +80,7 @@ class Endpoint:
         except ValueError:  # unbalanced brackets, or an invalid port
             known = False
         if not known or not url.isprintable() or " " in url:
-            shown = re.split("[?#]", hidden(base_url))[0]
+            shown = re.sub(r"^.*@", "***@", re.split("[?#]", hidden(base_url))[0])
             raise BadInputError(f"--base-url must be like http://localhost:8000, got {shown!r}")
         login, at, host = parts.netloc.rpartition("@")
         url = parts._replace(netloc=host).geturl()

@@ -188,8 +188,8 @@ def print_record(record: dict[str, Any], output: Path) -> None:
         )
     if count := record["without_text"]:
         console.print(f"{count} answers had null for a text and count as wrong")
-    console.print(record["verdict"]["text"])
-    console.print(f"record: {output}")
+    console.print(visible(record["verdict"]["text"]))
+    console.print(visible(f"record: {output}"))
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -192,3 +192,19 @@ def test_a_password_in_the_address_is_sent_and_not_shown(
 def test_an_address_that_cannot_be_used_shows_no_password(url: str) -> None:
     code, out, err = recall(url)
     assert (code, out) == (2, "") and "RET" not in err and "SEC" not in err
+
+
+def test_a_server_that_calls_itself_by_the_key(
+    pages: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    pages |= {"/v1/models": {"data": [{"id": f"m-{KEY}"}]}, "/version": {"version": KEY}}
+    pages["/v1/completions"] = text(f"Bearer {KEY}")
+    for name in ("a.json", "b.json"):
+        code, out, err = recall(pages["url"], "--output", name)
+        assert code == 1 and "m-*** on vllm ***" in out and "SECRET" not in out + err
+    pages["/v1/completions"] = text("other")
+    recall(pages["url"], "--output", "c.json")
+    assert "SECRET" not in "".join(map(str, run("eval", "compare", "a.json", "c.json")))
+    code, out, err = recall(pages["url"], "--model", "n")
+    assert code == 2 and "--model must be one of m-***" in err
