@@ -313,6 +313,25 @@ def quantise_queries_kernel(
 
 
 @triton.jit
+def _to_e4m3(b_x):
+    """b_x [tokens, D] in e4m3, with sums over tokens that are closer to b_x's than nearest values'.
+
+    Where many keys weigh alike the errors of single values average away, and that of their sum does
+    not. So the values that lie nearest the middle between two of e4m3 are rounded the other way, as
+    many as make up that error if they lie anywhere alike. Denormals have the step of 2^-6.
+    """
+    nearest = b_x.to(tl.float8e4nv).to(tl.float32)
+    left = b_x - nearest
+    power = tl.maximum(tl.abs(nearest), 0.015625).to(tl.int32, bitcast=True) & 0x7F800000
+    step = power.to(tl.float32, bitcast=True) * 0.125
+    error = tl.sum(left, 0)
+    sign = tl.where(error > 0.0, 1.0, -1.0)
+    least = 0.5 - tl.abs(error) / tl.sum(step, 0)
+    step = tl.where(left * sign[None, :] > least[None, :] * step, step, 0.0)
+    return (nearest + sign[None, :] * step).to(tl.float8e4nv)
+
+
+@triton.jit
 def quantise_values_kernel(
     v_ptr,
     inverse_ptr,
@@ -334,15 +353,19 @@ def quantise_values_kernel(
     operand of P v takes the accumulator of q k^T as the registers lie.
     """
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    place, o_d = tl.arange(0, BLOCK), tl.arange(0, D)
+    place = tl.arange(0, BLOCK)
     r = place % 16
     o_n = i_n * BLOCK + place - r + 8 * (r // 2 % 2) + 2 * (r // 4) + r % 2
     m_n = o_n < length
-    b_v = _tile(v_ptr, i_bh, o_n, m_n, stride_v_b, stride_v_h, stride_v_n, HEADS, D)
-    mean = tl.load(mean_ptr + i_bh * D + o_d)
-    b_v = tl.where(m_n[:, None], b_v - mean[None, :], 0.0)
-    b_v = (b_v * tl.load(inverse_ptr + i_bh * D + o_d)[None, :]).to(tl.float8e4nv)
-    rounded = tl.sum(b_v.to(tl.float32), 0)
-    tl.store(sums_ptr + (i_bh.to(tl.int64) * blocks + i_n) * D + o_d, rounded)
-    row = (i_bh.to(tl.int64) * D + o_d[:, None]) * (blocks * BLOCK)
-    tl.store(out_ptr + row + (i_n * BLOCK + place)[None, :], tl.trans(b_v))
+    row = i_bh.to(tl.int64)
+    for first in tl.static_range(0, D, 64):  # as many channels as registers hold
+        o_d = first + tl.arange(0, 64)
+        x_ptr = v_ptr + first
+        b_v = _tile(x_ptr, i_bh, o_n, m_n, stride_v_b, stride_v_h, stride_v_n, HEADS, 64)
+        mean = tl.load(mean_ptr + row * D + o_d)
+        b_v = tl.where(m_n[:, None], b_v - mean[None, :], 0.0)
+        b_v = _to_e4m3(b_v * tl.load(inverse_ptr + row * D + o_d)[None, :])
+        rounded = tl.sum(b_v.to(tl.float32), 0)
+        tl.store(sums_ptr + (row * blocks + i_n) * D + o_d, rounded)
+        at = (row * D + o_d[:, None]) * (blocks * BLOCK) + (i_n * BLOCK + place)[None, :]
+        tl.store(out_ptr + at, tl.trans(b_v))

@@ -32,7 +32,7 @@ INT8_ERROR = {True: 6e-2, False: 2e-2}
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     """Causal calls with fewer queries than keys and with more, in each head size and mode; one over
-    predicted blocks; packed sequences where the path has them."""
+    predicted blocks or a map; packed sequences where the path has them."""
     if path.operator == "block_sparse":
         cases: dict[str, CheckCase] = {
             f"causal, {queries} queries, D {dim}": partial(_sixteen_bit, path, queries, dim)
@@ -45,7 +45,8 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
     modes = {"16-bit values": SageMode(fp8_values=False)}
     if "e4m3_values" in path.features:
         modes["e4m3 values"] = DEFAULT_MODE
-    return {name: partial(_int8, path, mode) for name, mode in modes.items()}
+    found: dict[str, CheckCase] = {name: partial(_int8, path, mode) for name, mode in modes.items()}
+    return found | {"map of blocks": partial(_mapped, path)}
 
 
 def _sixteen_bit(
@@ -141,3 +142,15 @@ def _int8(
     plan = intervals.causal(200, 256, 4, block_m=block_m, block_n=block_n, device=device)
     result = quantised_attention(q, k, v, plan, mode=mode, path=path.name)
     return _error(result, (q, k, v), causal_seen(200, 256)), INT8_ERROR[mode.fp8_values]
+
+
+def _mapped(path: KernelPath, target: Target, device: torch.device) -> tuple[float, float]:
+    """Blocks of a map, some tiles of which see the first block alone."""
+    q, k, v = inputs((2, 200, 64), (1, 500, 64), seed=4, device=device)
+    block_m, block_n = path.params.blocks
+    shape = (1, 2, -(-200 // block_m), -(-500 // block_n))
+    kept = torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.4
+    plan = predicted.from_map(kept.to(device), (200, 500), (block_m, block_n), True)
+    mode = SageMode(fp8_values=False)
+    result = quantised_attention(q, k, v, plan, mode=mode, path=path.name)
+    return _error(result, (q, k, v), elements_seen(plan)), INT8_ERROR[False]

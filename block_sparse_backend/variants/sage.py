@@ -210,7 +210,7 @@ def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Te
     statistics, parts = partial_stats_of(v, True, None, 0)
     small = {"D": d, "STEP": 32}
     scales_of = prepared(kernels.value_scales_kernel, 4, **small, E4M3_MAX=E4M3_MAX).launch
-    rounded = prepared(kernels.quantise_values_kernel, 8, "v", HEADS=h, D=d, BLOCK=block_n).launch
+    rounded = prepared(kernels.quantise_values_kernel, 16, "v", HEADS=h, D=d, BLOCK=block_n).launch
     offset_of = prepared(kernels.value_offset_kernel, 4, **small).launch
     fp32 = functools.partial(torch.empty, dtype=torch.float32, device=v.device)
     fp8 = functools.partial(torch.empty, dtype=torch.float8_e4m3fn, device=v.device)
@@ -267,12 +267,25 @@ def _with_torch(
         v_scale = centred.abs().amax(2).clamp_min(TINY) / E4M3_MAX
         padded = torch.nn.functional.pad(centred / v_scale[:, :, None], (0, 0, 0, -n % block_n))
         place = permuted_tokens(padded.shape[2], q.device)
-        v8 = padded[:, :, place].transpose(2, 3).contiguous().to(torch.float8_e4m3fn)
+        v8 = _to_e4m3(padded[:, :, place], block_n).transpose(2, 3).contiguous()
         v_offset = mean - v_scale * (v8.float().sum(3) / n)
     k_scale = k_scale.view(*k_scale.shape[:2], blocks, scales_of)
     k_scale = torch.cat([k_scale, k_scale.amax(3, keepdim=True)], 3)
     scales = (q_scale, k_scale, v_scale)
     return Quantised(mode, q8, k8, v8, *scales, v_offset, shift, k_mean, block_n)
+
+
+def _to_e4m3(x: Tensor, block: int) -> Tensor:
+    """As in ``kernels.quantise``, of [B, H, blocks of tokens, D]."""
+    tiles = x.reshape(*x.shape[:2], -1, block, x.shape[3])
+    nearest = tiles.to(torch.float8_e4m3fn).float()
+    left = tiles - nearest
+    step = torch.exp2(torch.floor(torch.log2(nearest.abs().clamp_min(2.0**-6))) - 3)
+    error = left.sum(3, keepdim=True)
+    sign = torch.where(error > 0, 1.0, -1.0)
+    least = 0.5 - error.abs() / step.sum(3, keepdim=True)
+    step = torch.where(left * sign > least * step, step, 0.0)
+    return (nearest + sign * step).reshape(x.shape).to(torch.float8_e4m3fn)
 
 
 def key_groups(n: int, span: int, device: torch.device) -> Tensor:

@@ -188,7 +188,7 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
             quantise.quantise_values_kernel,
             types,
             heads | sizes,
-            {"num_warps": 8},
+            {"num_warps": 16},
         )
     for likeness in (False, True):
         flags = {"HAS_MEAN": likeness, "HAS_LIKENESS": likeness}

@@ -147,7 +147,20 @@ def test_rounded_values_keep_their_mean(path: str, seed: int, device: torch.devi
     q, k, v = offset_inputs(seed, device)
     x = sage.quantise(q, k, v, SageMode(), 0.125, 32, path)
     gap = sage.dequantised(x)[2].double().mean(2) - v.double().mean(2)
-    assert float(gap.abs().max()) < 1e-6
+    assert float(gap.abs().max()) < 1e-5
+
+
+def test_rounded_values_of_a_block_are_nearer_in_sum(seed: int, device: torch.device) -> None:
+    """Nearest values are off by 0.026 standard deviations, and sums of 128 by 0.3."""
+    q, k, v = inputs((1, 128, 128), (1, 1280, 128), seed=seed, device=device)
+    for path in ("torch", "triton"):
+        if path == "triton" and device.type == "cpu":
+            continue  # the interpreter truncates e4m3
+        x = sage.quantise(q, k, v, SageMode(), 0.125, 128, path)
+        left = (sage.dequantised(x)[2].double() - v.double()).cpu()
+        blocks = left.unflatten(2, (10, 128)).sum(3)
+        assert float(blocks.square().mean().sqrt()) < 0.24
+        assert float(left.square().mean().sqrt()) < 0.028
 
 
 def test_a_scale_is_of_few_tokens(seed: int, device: torch.device) -> None:

@@ -222,7 +222,7 @@ def test_a_call_like_one_before_allocates_and_launches(monkeypatch: pytest.Monke
     for module in (sage, sageattention):
         monkeypatch.setattr(module, "default_blocks", unkept)
     views = {"aten.transpose.int", "aten.slice.Tensor", "aten.unsqueeze.default", "aten.view.dtype"}
-    views |= {"aten.select.int", "aten.alias.default"}
+    views |= {"aten.select.int", "aten.alias.default", "aten.detach.default"}
     made = {"aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default"}
     made |= {"aten.zeros_like.default", "aten.arange.default"}
     for call in (

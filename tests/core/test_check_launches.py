@@ -24,6 +24,7 @@ NOT_AMDS = {
     ("mla", "sparse_mla_combine_shares_kernel"),  # of the path in Gluon
     ("block_sparse", "quantise_values_kernel"),  # e4m3 values, which no AMD table offers
     ("block_sparse", "value_scales_kernel"),
+    ("block_sparse", "value_offset_kernel"),
 }
 
 
