@@ -82,7 +82,7 @@ class Projections(NamedTuple):
     out: torch.Tensor
 
 
-class Addresses(NamedTuple):
+class LayerAddresses(NamedTuple):
     """Where the tensors of a layer's prefill lie; 0 for one that is not there.
 
     Attributes:
@@ -104,7 +104,7 @@ class Addresses(NamedTuple):
 
 
 Prefill = Callable[
-    [Addresses, LayerWeights, Projections, torch.Tensor, StateRef, StepPlan, Scratch], object
+    [LayerAddresses, LayerWeights, Projections, torch.Tensor, StateRef, StepPlan, Scratch], object
 ]
 """Runs the prefill of a layer that is laid out as the one which prepared it: addresses, weights,
 projections, pool of windows, state, the step plan and scratch memory."""
@@ -138,7 +138,7 @@ def prefill(
         state = with_checkpoints(state, checkpoints)
     assert pool is not None and state.indices is not None
     (qkv, g, beta, gate_out, out), (taps, _, norm, eps) = x, weights
-    at = Addresses(
+    at = LayerAddresses(
         qkv.data_ptr(),
         g.data_ptr(),
         beta.data_ptr(),
@@ -184,7 +184,7 @@ def _by_tensors(
     run: Callable[[PrefillCall], Relaunch | None],
     fused: bool,
     kept: Kept,
-    at: Addresses,
+    at: LayerAddresses,
     weights: LayerWeights,
     x: Projections,
     conv_pool: torch.Tensor,
@@ -230,7 +230,7 @@ def _by_addresses(
     convolve, chunked, norm = again
 
     def launch(
-        at: Addresses,
+        at: LayerAddresses,
         weights: LayerWeights,
         x: Projections,
         conv_pool: torch.Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kda_backend.contract.values import DecodeCall
@@ -24,51 +23,53 @@ AXES = {
 }
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[DecodeCall], None]:
-    return functools.partial(fused_step, row)
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> TritonStep:
+    return TritonStep(row.params)
 
 
-def fused_step(
-    path: KernelPath,
-    call: DecodeCall,
-) -> None:
+class TritonStep:
     """One launch for one token of each row.
 
     A program has a head's state, or ``block_v`` rows of it where neither convolution nor norm
     needs the head as a whole. ``pdl_prefetch_safe`` is without effect: no PDL here.
     """
-    tokens, gate, state, conv, norm, out, _, _ = call
-    q, k, v, g, beta = tokens[:5]
-    spec = TokenSpec.of(tokens, gate)
-    kernel, value_blocks = _step_kernel(path, spec, conv is None and norm is None)
-    rows, value_heads = v.shape[:2]
-    pool, indices = state.write, state.indices
-    assert pool is not None and indices is not None
-    conv_state, conv_weight, conv_bias = conv or NO_CONV
-    norm_weight, norm_gate, eps = norm or NO_NORM
-    kernel.launch(
-        (value_blocks * value_heads * rows, 1, 1),
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        g_ptr=g,
-        beta_ptr=beta,
-        a_log_ptr=gate.a_log,
-        dt_bias_ptr=gate.dt_bias,
-        state_ptr=pool,
-        state_indices_ptr=indices,
-        conv_state_ptr=conv_state,
-        conv_weight_ptr=conv_weight,
-        conv_bias_ptr=conv_bias,
-        norm_weight_ptr=norm_weight,
-        norm_gate_ptr=norm_gate,
-        out_ptr=out,
-        null_slot=state.null_slot,
-        lower_bound=gate.lower_bound,
-        scale=tokens.scale,
-        eps=eps,
-        HV=value_heads,
-    )
+
+    def __init__(self, params: FusedStepParams) -> None:
+        self._kernel = functools.cache(functools.partial(step_kernel, params))
+
+    def __call__(self, call: DecodeCall) -> None:
+        tokens, gate, state, conv, norm, out, _, _ = call
+        q, k, v, g, beta = tokens[:5]
+        spec = TokenSpec.of(tokens, gate)
+        kernel, value_blocks = self._kernel(spec, conv is None and norm is None)
+        rows, value_heads = v.shape[:2]
+        pool, indices = state.write, state.indices
+        assert pool is not None and indices is not None
+        conv_state, conv_weight, conv_bias = conv or NO_CONV
+        norm_weight, norm_gate, eps = norm or NO_NORM
+        kernel.launch(
+            (value_blocks * value_heads * rows, 1, 1),
+            q_ptr=q,
+            k_ptr=k,
+            v_ptr=v,
+            g_ptr=g,
+            beta_ptr=beta,
+            a_log_ptr=gate.a_log,
+            dt_bias_ptr=gate.dt_bias,
+            state_ptr=pool,
+            state_indices_ptr=indices,
+            conv_state_ptr=conv_state,
+            conv_weight_ptr=conv_weight,
+            conv_bias_ptr=conv_bias,
+            norm_weight_ptr=norm_weight,
+            norm_gate_ptr=norm_gate,
+            out_ptr=out,
+            null_slot=state.null_slot,
+            lower_bound=gate.lower_bound,
+            scale=tokens.scale,
+            eps=eps,
+            HV=value_heads,
+        )
 
 
 def blocks_axis() -> int:
@@ -92,19 +93,13 @@ def step_constexprs(params: FusedStepParams | FusedVerifyParams, spec: TokenSpec
     }
 
 
-@functools.cache
-def _step_kernel(
-    path: KernelPath,
-    spec: TokenSpec,
-    split: bool,
-) -> tuple[KernelLaunch, int]:
-    """The kernel of one model on one path, and its programs per head."""
+def step_kernel(params: FusedStepParams, spec: TokenSpec, split: bool) -> tuple[KernelLaunch, int]:
+    """The kernel, as its path launches it, and its programs per head."""
     import triton
 
     from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.decode_step import decode_step_kernel
 
-    params: FusedStepParams = path.params
     constexprs = step_constexprs(params, spec)
     warps = params.num_warps
     if split:

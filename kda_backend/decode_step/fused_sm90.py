@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -63,76 +62,77 @@ PARAMS = CudaParams(
 _TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[DecodeCall], None]:
-    return functools.partial(step_sm90, row)
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> FusedStepSm90:
+    return FusedStepSm90(row.params)
 
 
-def step_sm90(
-    path: KernelPath,
-    call: DecodeCall,
-) -> None:
+class FusedStepSm90:
     """One launch: a cluster of ``split`` CTAs of ``warps`` warps shares a head's state.
 
     The CTAs are placed while the kernel before runs, and wait for its end. With
     ``pdl_prefetch_safe`` they fetch slots, states, windows and weights before they wait.
-
-    Raises:
-        ValueError: the pool or the convolution's weight is not aligned.
     """
-    tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept = call
-    launch = kept.get((path, pdl_prefetch_safe))
-    if launch is None:
-        if not is_aligned(state, conv):
+
+    def __init__(self, params: FusedStepSm90Params) -> None:
+        self._params = params
+        self._kernels: dict[tuple[tuple[str, int], ...], CudaKernel] = {}
+
+    def __call__(self, call: DecodeCall) -> None:
+        """Raises ValueError where the pool or the convolution's weight is not aligned."""
+        tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept = call
+        launch = kept.get((self, pdl_prefetch_safe))
+        if launch is None:
+            if not is_aligned(state, conv):
+                raise _misaligned(state, conv)
+            launch = kept[self, pdl_prefetch_safe] = self._launch_of(call)
+        tensors = (
+            *(*tokens[:5], gate.a_log, gate.dt_bias, state.write, state.indices),
+            *(*(conv or (None, None, None)), *(norm or (None, None))[:2], out),
+        )
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if (addresses[7] | addresses[10]) & 15:  # the slot stride was checked for calls alike
             raise _misaligned(state, conv)
-        launch = kept[path, pdl_prefetch_safe] = _launch_of(path, call)
-    tensors = (
-        *(*tokens[:5], gate.a_log, gate.dt_bias, state.write, state.indices),
-        *(*(conv or (None, None, None)), *(norm or (None, None))[:2], out),
-    )
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    if (addresses[7] | addresses[10]) & 15:  # the slot stride was checked for calls alike
-        raise _misaligned(state, conv)
-    launch(addresses)
+        launch(addresses)
 
+    def kernel(self, defines: dict[str, int]) -> CudaKernel:
+        """The kernel of these preprocessor constants."""
+        key = tuple(defines.items())
+        if key not in self._kernels:
+            self._kernels[key] = CudaKernel(SOURCE, "decode_step", PARAMS, defines)
+        return self._kernels[key]
 
-def _launch_of(path: KernelPath, call: DecodeCall) -> Callable[[list[int]], None]:
-    """The launch of calls alike, of the addresses that the parameters begin with."""
-    tokens, gate, state, conv, norm, out, pdl_prefetch_safe, _ = call
-    q, k, v, g, beta = tokens[:5]
-    pool = state.write
-    assert pool is not None
-    conv_state, taps, conv_bias = conv or (None, None, None)
-    norm_weight, norm_gate, eps = norm or (None, None, 0.0)
-    optional = (gate.a_log, gate.dt_bias, conv_state, taps, conv_bias, norm_weight, norm_gate)
-    launch: FusedStepSm90Params = path.params
-    kernel = _kernel(
-        launch,
-        gate.kind,
-        tokens.beta_kind,
-        tokens.l2norm,
-        pool.dtype,
-        q.dtype,
-        g.dtype,
-        beta.dtype,
-        *(None if tensor is None else tensor.dtype for tensor in optional),
-    )
-    rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": pool, "out": out}
-    strides = {name: x.stride()[:1] for name, x in rows.items()}
-    strides["conv_state"] = (0, 0, 0) if conv_state is None else conv_state.stride()
-    strides["norm_gate"] = (0,) if norm_gate is None else norm_gate.stride()[:1]
-    number, value_heads = v.shape[:2]
-    params = PARAMS.at(
-        strides,
-        heads=value_heads,
-        heads_per_key=value_heads // q.shape[1],
-        null_slot=state.null_slot,
-        lower_bound=gate.lower_bound,
-        scale=tokens.scale,
-        eps=eps,
-        pdl_prefetch_safe=pdl_prefetch_safe,
-    )
-    ctas, threads = number * value_heads * launch.split, 32 * launch.warps
-    return lambda addresses: kernel(ctas, threads, params(*addresses), pdl=True)
+    def _launch_of(self, call: DecodeCall) -> Callable[[list[int]], None]:
+        """The launch of calls alike, of the addresses that the parameters begin with."""
+        tokens, gate, state, conv, norm, out, pdl_prefetch_safe, _ = call
+        q, k, v, g, beta = tokens[:5]
+        pool = state.write
+        assert pool is not None
+        conv_state, taps, conv_bias = conv or (None, None, None)
+        norm_weight, norm_gate, eps = norm or (None, None, 0.0)
+        optional = (gate.a_log, gate.dt_bias, conv_state, taps, conv_bias, norm_weight, norm_gate)
+        of_dtypes = [None if tensor is None else tensor.dtype for tensor in optional]
+        options = (self._params, gate.kind, tokens.beta_kind, tokens.l2norm)
+        kernel = self.kernel(
+            defines(*options, pool.dtype, q.dtype, g.dtype, beta.dtype, *of_dtypes)
+        )
+        rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": pool, "out": out}
+        strides = {name: x.stride()[:1] for name, x in rows.items()}
+        strides["conv_state"] = (0, 0, 0) if conv_state is None else conv_state.stride()
+        strides["norm_gate"] = (0,) if norm_gate is None else norm_gate.stride()[:1]
+        number, value_heads = v.shape[:2]
+        params = PARAMS.at(
+            strides,
+            heads=value_heads,
+            heads_per_key=value_heads // q.shape[1],
+            null_slot=state.null_slot,
+            lower_bound=gate.lower_bound,
+            scale=tokens.scale,
+            eps=eps,
+            pdl_prefetch_safe=pdl_prefetch_safe,
+        )
+        ctas = number * value_heads * self._params.split
+        threads = 32 * self._params.warps
+        return lambda addresses: kernel(ctas, threads, params(*addresses), pdl=True)
 
 
 def _misaligned(state: StateRef, conv: ConvInputs | None) -> ValueError:
@@ -181,8 +181,3 @@ def defines(
         "STATE_BF16": int(state == torch.bfloat16),
         **{f"DT_{name}": _TYPE[dtype or torch.float32] for name, dtype in types.items()},
     }
-
-
-@functools.cache
-def _kernel(*variant: Any) -> CudaKernel:
-    return CudaKernel(SOURCE, "decode_step", PARAMS, defines(*variant))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kda_backend.contract.values import VerifyCall
@@ -25,71 +24,72 @@ AXES = {
 }
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[VerifyCall], None]:
-    return functools.partial(fused_verification, row)
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> TritonVerification:
+    return TritonVerification(row.params)
 
 
-def fused_verification(
-    path: KernelPath,
-    call: VerifyCall,
-) -> None:
+class TritonVerification:
     """One launch for a draft of each sequence; a program has the state of a head."""
-    tokens, gate, state, draft, shape, conv, norm, out = call
-    q, k, v, g, beta = tokens[:5]
-    kernel = _verify_kernel(path, TokenSpec.of(tokens, gate))
-    num_tokens, value_heads = v.shape[:2]
-    pool, indices = state.write, state.indices
-    assert pool is not None and indices is not None
-    conv_state, conv_weight, conv_bias = conv or NO_CONV
-    norm_weight, norm_gate, eps = norm or NO_NORM
-    if draft.states is None or draft.indices is None:
-        # token t of sequence n has slot [n, t] of the pool
-        write, write_indices, null_write = pool, indices, state.null_slot
-        stride_write_indices_t, stride_write_t = 1, 0
-    else:
-        write, write_indices, null_write = draft.states, draft.indices, -1
-        stride_write_indices_t, stride_write_t = 0, draft.states.stride(1)
-    kernel.launch(
-        (value_heads * shape.num_sequences, 1, 1),
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        g_ptr=g,
-        beta_ptr=beta,
-        a_log_ptr=gate.a_log,
-        dt_bias_ptr=gate.dt_bias,
-        state_ptr=pool,
-        state_indices_ptr=indices,
-        num_accepted_ptr=draft.num_accepted,
-        write_ptr=write,
-        write_indices_ptr=write_indices,
-        conv_state_ptr=conv_state,
-        conv_weight_ptr=conv_weight,
-        conv_bias_ptr=conv_bias,
-        windows_ptr=draft.windows,
-        norm_weight_ptr=norm_weight,
-        norm_gate_ptr=norm_gate,
-        out_ptr=out,
-        cu_seqlens_ptr=draft.cu_seqlens,
-        tokens_per_sequence=num_tokens // max(shape.num_sequences, 1),
-        max_tokens=shape.max_tokens,
-        null_slot=state.null_slot,
-        null_write=null_write,
-        lower_bound=gate.lower_bound,
-        scale=tokens.scale,
-        eps=eps,
-        stride_write_indices_t=stride_write_indices_t,
-        stride_write_t=stride_write_t,
-        HV=value_heads,
-    )
+
+    def __init__(self, params: FusedVerifyParams) -> None:
+        self._kernel = functools.cache(functools.partial(verify_kernel, params))
+
+    def __call__(self, call: VerifyCall) -> None:
+        tokens, gate, state, draft, shape, conv, norm, out = call
+        q, k, v, g, beta = tokens[:5]
+        kernel = self._kernel(TokenSpec.of(tokens, gate))
+        num_tokens, value_heads = v.shape[:2]
+        pool, indices = state.write, state.indices
+        assert pool is not None and indices is not None
+        conv_state, conv_weight, conv_bias = conv or NO_CONV
+        norm_weight, norm_gate, eps = norm or NO_NORM
+        if draft.states is None or draft.indices is None:
+            # token t of sequence n has slot [n, t] of the pool
+            write, write_indices, null_write = pool, indices, state.null_slot
+            stride_write_indices_t, stride_write_t = 1, 0
+        else:
+            write, write_indices, null_write = draft.states, draft.indices, -1
+            stride_write_indices_t, stride_write_t = 0, draft.states.stride(1)
+        kernel.launch(
+            (value_heads * shape.num_sequences, 1, 1),
+            q_ptr=q,
+            k_ptr=k,
+            v_ptr=v,
+            g_ptr=g,
+            beta_ptr=beta,
+            a_log_ptr=gate.a_log,
+            dt_bias_ptr=gate.dt_bias,
+            state_ptr=pool,
+            state_indices_ptr=indices,
+            num_accepted_ptr=draft.num_accepted,
+            write_ptr=write,
+            write_indices_ptr=write_indices,
+            conv_state_ptr=conv_state,
+            conv_weight_ptr=conv_weight,
+            conv_bias_ptr=conv_bias,
+            windows_ptr=draft.windows,
+            norm_weight_ptr=norm_weight,
+            norm_gate_ptr=norm_gate,
+            out_ptr=out,
+            cu_seqlens_ptr=draft.cu_seqlens,
+            tokens_per_sequence=num_tokens // max(shape.num_sequences, 1),
+            max_tokens=shape.max_tokens,
+            null_slot=state.null_slot,
+            null_write=null_write,
+            lower_bound=gate.lower_bound,
+            scale=tokens.scale,
+            eps=eps,
+            stride_write_indices_t=stride_write_indices_t,
+            stride_write_t=stride_write_t,
+            HV=value_heads,
+        )
 
 
-@functools.cache
-def _verify_kernel(path: KernelPath, spec: TokenSpec) -> KernelLaunch:
+def verify_kernel(params: FusedVerifyParams, spec: TokenSpec) -> KernelLaunch:
+    """The kernel, as its path launches it."""
     from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.verify_step import verify_step_kernel
 
-    params: FusedVerifyParams = path.params
     constexprs = step_constexprs(params, spec)
     options = {"num_warps": params.num_warps}
     return KernelLaunch(verify_step_kernel, constexprs, options, axes=AXES)

@@ -68,7 +68,7 @@ PREFIX_ROWS = 64
 _PROMOTE_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
-class Addresses(NamedTuple):
+class DecodeAddresses(NamedTuple):
     """What differs from layer to layer of a step: tensor maps, addresses; 0 for none."""
 
     latent: bytes
@@ -137,7 +137,7 @@ class Sm90Decode:
             causal=x.causal and x.spec.query_tokens > 1,
             row_tiles=self._row_tiles,
         )
-        launches: list[Callable[[Addresses], None]] = [
+        launches: list[Callable[[DecodeAddresses], None]] = [
             launch(
                 self._own,
                 plan.num_ctas * self._row_tiles,
@@ -167,7 +167,7 @@ class Sm90Decode:
 
 
 def _run(
-    launches: tuple[Callable[[Addresses], None], ...],
+    launches: tuple[Callable[[DecodeAddresses], None], ...],
     reserved: tuple[int, int, int],
     x: MlaInputs,
     scratch: SplitScratch,
@@ -179,7 +179,7 @@ def _run(
         named = (("q_latent", q_latent), ("q_rope", q_rope), ("out", x.out))
         raise ValueError(next(_off_16_bytes(*one) for one in named if one[1].data_ptr() & 15))
     partial_out, partial_lse = scratch.reserve(*reserved)
-    addresses = Addresses(
+    addresses = DecodeAddresses(
         *_maps(kv_latent),
         *_maps(kv_rope),
         at,

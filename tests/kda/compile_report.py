@@ -17,7 +17,7 @@ import torch
 
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.select import KernelPath, load_table
-from kda_backend.decode_step.fused import _step_kernel
+from kda_backend.decode_step.fused import step_kernel
 from kda_backend.launch_params import TABLES
 from kda_backend.layer_checkpoints import _kernel as _store_checkpoints_kernel
 from kda_backend.layer_stages import _gated_norm_kernel, _short_conv_kernel
@@ -26,7 +26,7 @@ from kda_backend.recurrent.recurrent import _recurrent_kernel
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import _chunk_table_kernel
 from kda_backend.token_spec import TokenSpec
-from kda_backend.verify.fused import _verify_kernel
+from kda_backend.verify.fused import verify_kernel
 from tests.offline import TARGETS, Report, compile_kernel, dump, report_of
 
 REPORT = Path(__file__).with_name("compile_report.json")
@@ -127,11 +127,11 @@ def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype, has_ptx: bool) -> 
             yield f"recurrent {size} {name}{bounds}", kernel, dtype, "pool"
         elif (row.operator, row.name) == ("decode_step", "fused") and dim <= 128:
             for variant in ("conv, norm", "bare"):
-                kernel, _ = _step_kernel(*model, variant == "bare")
+                kernel, _ = step_kernel(row.params, model[1], variant == "bare")
                 yield f"decode_step {size} {name} {variant}{bounds}", kernel, dtype, variant
         elif (row.operator, row.name) == ("verify", "fused") and dim <= 128:
             for variant in ("slots", "buffers"):
-                kernel = _verify_kernel(*model)
+                kernel = verify_kernel(row.params, model[1])
                 yield f"verify_step {size} {name} {variant}{bounds}", kernel, dtype, variant
         elif row.name == "two_stage":
             kernels = _prefill_kernels(row, dim, dtype, GATES[name], 0, has_ptx)

@@ -237,10 +237,10 @@ def test_the_state_has_its_axes_in_either_order(
 ) -> None:
     """Triton's release chooses one; 128 channels are two blocks."""
     monkeypatch.setattr(step, "blocks_axis", lambda: axis)
-    step._step_kernel.cache_clear()
+    select.cache_clear()
     dims = {"key_dim": 128, "value_dim": 64, "heads": 1}
     check(kernels, seed, [1, -1, 0], has_conv=fused, has_norm=fused, **dims)
-    step._step_kernel.cache_clear()
+    select.cache_clear()
 
 
 @pytest.mark.parametrize("row", shipped_rows("decode_step"))

@@ -12,7 +12,7 @@ import torch
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.decode_step import fused_sm90 as pipeline
-from kda_backend.launch_params import TABLES, FusedStepSm90Params
+from kda_backend.launch_params import TABLES
 from kda_backend.testing.steps import StepPools, make_step
 from tests.kda.cases import Backend, run_step
 from tests.kda.test_decode_step import assert_rows
@@ -36,17 +36,17 @@ def use_host(
 ) -> Backend:
     """Has the pipeline launch the kernel on the host."""
 
-    def kernel(launch: FusedStepSm90Params, *variant: Any) -> HostKernel:
+    def kernel(path: pipeline.FusedStepSm90, defines: dict[str, int]) -> HostKernel:
         return HostKernel(
             source,
             "decode_step",
             pipeline.PARAMS,
-            pipeline.defines(launch, *variant),
-            cluster_size=launch.split,
+            defines,
+            cluster_size=defines["SPLIT"],
             run_seed=run_seed,
         )
 
-    monkeypatch.setattr(pipeline, "_kernel", kernel)
+    monkeypatch.setattr(pipeline.FusedStepSm90, "kernel", kernel)
     return Backend("kernels", torch.device("cpu"))
 
 
