@@ -41,7 +41,9 @@ def _weights(b_s, units, high, factor, is_small, P_LOG2: tl.constexpr, IS_PARTIA
     else:
         if IS_PARTIAL:
             top = tl.where(top == -float("inf"), ROUNDER, top)
-        up = ((top - ROUNDER) * units[None] - shift[:, None, None]) * factor[:, None, None] + P_LOG2
+        up = ((top - ROUNDER) * units[None] - shift[:, None, None]) * factor[:, None, None]
+        # a fused multiply-add makes the largest logit exceed its own rounded value
+        up = tl.minimum(up, 0.0) + P_LOG2
         b_e = b_s - top[:, :, None, :, None]
         b_e = b_e * slope[:, :, None, :, None] + up[:, :, None, :, None]
     return tl.exp2(b_e), alpha, new
