@@ -49,6 +49,8 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
         found["adversarial, bounded gate"] = _sequence_case(path, hard, gate="bounded")
     if {"any_dtype", "any_head_dim", "grouped_values"} <= path.features:
         found["fp32, K 48, V 24"] = _sequence_case(path, uneven)
+    if path.name == "two_stage_sm90":  # few are scanned by halves, by another kernel
+        found["many sequences"] = _known_lengths(path, (3,) * 24)
     # rows that the lengths choose, as the host knows them
     if short := path.max_longest:
         found["short sequences"] = _known_lengths(path, (1, short // 4, short // 2 + 1, short))

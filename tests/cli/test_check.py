@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from dsv4_backend.testing import check_cases as check_dsv4
 from kda_backend import torch_steps
 from kda_backend.prefill import torch as torch_path
+from kda_backend.selection import select
 from kda_backend.testing import checks as check_kda
 from tests.cli.program import assert_one_sentence, run
 
@@ -88,6 +90,15 @@ def test_a_transposed_state_is_wrong(
     assert error > 10 * allowed
 
 
+@pytest.fixture
+def unbound() -> Iterator[None]:
+    """Selections bind their paths anew, in the test and after it."""
+    select.cache_clear()
+    yield
+    select.cache_clear()
+
+
+@pytest.mark.usefixtures("unbound")
 def test_a_neighbour_s_slot_written_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, row = _row("kda", "prefill")
 

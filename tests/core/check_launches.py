@@ -24,7 +24,6 @@ from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS, Target
 from block_sparse_backend import block_sparse
 from dsv4_backend.testing import check_cases as dsv4_cases
-from kda_backend.prefill import two_stage_sm90
 from mla_backend.decode import sm90 as mla_sm90
 
 CPU = torch.device("cpu")
@@ -68,9 +67,8 @@ def record(target: Target) -> None:
         (CudaKernel, "__init__", cuda_init),
         (CudaKernel, "__call__", cuda_call),
         (CudaKernel, "load", lambda self: None),
-        (mla_sm90, "_tensor_map", lambda *_: (0,) * 16),
+        (mla_sm90, "_tensor_map", lambda *_: bytes(128)),
         (block_sparse, "detect_target", lambda device: target),
-        (two_stage_sm90, "detect_target", lambda device: target),
         (dsv4_cases, "_bits", lambda x: torch.zeros(1)),
         (dsv4_cases, "_different", lambda *_: 0.0),
     ):
