@@ -3,6 +3,9 @@
 vLLM captures steps of up to 512 tokens by default; a longer one takes what its host needs. With
 this package's flag the sizes of `prefill_graphs` are captured too. What the user says of sizes,
 modes or eager execution stays as it is, and so do servers of a kind for which no time was measured.
+
+The sizes are of steps with prefills. vLLM would capture its graphs of decodes alone in them too,
+whose attention keeps memory for each token; these stay what they are without the flag.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from kda_backend.engines.prefill_graphs import most_tokens, sizes
 from kda_backend.family import model_refusal
 
 _INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
+_OF_DECODES = "_kda_dsv4_of_decodes"  # on a CompilationConfig: tokens of the largest such graph
 
 
 def install(config_module: ModuleType) -> None:
@@ -44,6 +48,32 @@ def install(config_module: ModuleType) -> None:
     config_module.VllmConfig._set_cudagraph_sizes = set_sizes
 
 
+def leave_decodes(runner_module: ModuleType) -> None:
+    """Let ``CudaGraphManager`` of vLLM's module ``vllm.v1.worker.gpu.cudagraph_utils`` capture the
+    added sizes for steps with prefills alone; a second call changes nothing."""
+    upstream = runner_module.CudaGraphManager._init_candidates
+    if hasattr(upstream, _INSTALLED):
+        return
+
+    @functools.wraps(upstream)
+    def init_candidates(self: Any) -> None:
+        upstream(self)
+        most = getattr(self.compilation_config, _OF_DECODES, None)
+        if most is None:
+            return
+        full = runner_module.CUDAGraphMode.FULL
+
+        def kept(graphs: list[Any]) -> list[Any]:
+            return [one for one in graphs if one.cg_mode != full or one.num_tokens <= most]
+
+        for table in (self._capture_descs, self._candidates):
+            for key, graphs in table.items():
+                table[key] = kept(graphs)
+
+    setattr(init_candidates, _INSTALLED, True)
+    runner_module.CudaGraphManager._init_candidates = init_candidates
+
+
 def add_sizes(config: Any, resolve: Any) -> None:
     """Add the sizes to those that vLLM has chosen, and have vLLM resolve the list.
 
@@ -59,6 +89,7 @@ def add_sizes(config: Any, resolve: Any) -> None:
     larger = [size for size in sizes(most) if size > own[-1]]
     if not larger:
         return
+    setattr(compilation, _OF_DECODES, own[-1])
     compilation.cudagraph_capture_sizes = [*own, *larger]
     compilation.max_cudagraph_capture_size = None
     resolve(config)
@@ -82,6 +113,8 @@ def refusal(config: Any) -> str | None:
         return "no model on a CUDA GPU"
     if model_refusal(model.hf_config.to_dict()) and model_refusal(model.hf_text_config.to_dict()):
         return "no KDA layers"
+    if not config.use_v2_model_runner:
+        return "the first model runner"
     if not compilation.cudagraph_capture_sizes or not is_breakable_cudagraph_enabled():
         return "no breakable CUDA graphs"
     if compilation.cudagraph_mode.mixed_mode() != CUDAGraphMode.PIECEWISE:

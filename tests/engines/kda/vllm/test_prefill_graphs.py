@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kda_backend.engines import prefill_graphs, vllm_graphs
 from tests.engines.kda.vllm.harness import NGRAM, engine_config
 from tests.engines.vllm_process import cuda_platform
 
 LENGTHS = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}
+_ALONE = {"is_first_rank": True, "is_last_rank": True}
 OF_VLLM = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
 
@@ -119,3 +123,38 @@ def test_a_release_without_the_function_is_said_once(log_lines: list[str]) -> No
     module.VllmConfig = type("VllmConfig", (), {})  # type: ignore[attr-defined]
     vllm_graphs.install(module)
     assert any("keep vLLM's sizes" in line for line in log_lines)
+
+
+@pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}], ids=["", "drafts"])
+def test_graphs_of_decodes_stay_what_they_are(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their attention keeps memory for each token of the largest."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(**_ALONE))
+    platform = SimpleNamespace(get_global_graph_pool=lambda: None)
+    monkeypatch.setattr(cudagraph_utils, "current_platform", platform)
+    tokens = 1 + len(more) * NGRAM["num_speculative_tokens"]
+
+    def manager(flag: bool) -> Any:
+        # as a worker has it, which unpickles its configuration
+        config = pickle.loads(
+            pickle.dumps(engine_config(flag=flag, enforce_eager=False, **LENGTHS, **more))
+        )
+        mode = config.compilation_config.cudagraph_mode
+        return cudagraph_utils.CudaGraphManager(config, torch.device("cpu"), mode, tokens)
+
+    upstream, ours = manager(False), manager(True)
+    full, mixed = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+    assert ours._capture_descs[full] == upstream._capture_descs[full]
+    sizes = [one.num_tokens for one in ours._capture_descs[mixed]]
+    assert max(sizes) == 2048 and len(sizes) > len(upstream._capture_descs[mixed])
+    for manager_, most in ((upstream, None), (ours, 640)):
+        manager_._graphs_captured = True
+        requests = 600 // tokens  # more tokens than a graph of decodes has
+        found = manager_.dispatch(requests, requests * tokens, tokens, 0)
+        assert found.cg_mode == (mixed if most else CUDAGraphMode.NONE)
+    small = [one.dispatch(64, 64 * tokens, tokens, 0) for one in (upstream, ours)]
+    assert small[0] == small[1] and small[0].cg_mode == full
