@@ -51,8 +51,8 @@ def install(config_module: ModuleType) -> None:
 def leave_decodes(runner_module: ModuleType) -> None:
     """Let ``CudaGraphManager`` of vLLM's module ``vllm.v1.worker.gpu.cudagraph_utils`` capture the
     added sizes for steps with prefills alone; a second call changes nothing."""
-    upstream = runner_module.CudaGraphManager._init_candidates
-    if hasattr(upstream, _INSTALLED):
+    upstream = getattr(runner_module.CudaGraphManager, "_init_candidates", None)
+    if upstream is None or hasattr(upstream, _INSTALLED):
         return
 
     @functools.wraps(upstream)
@@ -113,7 +113,7 @@ def refusal(config: Any) -> str | None:
         return "no model on a CUDA GPU"
     if model_refusal(model.hf_config.to_dict()) and model_refusal(model.hf_text_config.to_dict()):
         return "no KDA layers"
-    if not config.use_v2_model_runner:
+    if not getattr(config, "use_v2_model_runner", False):
         return "the first model runner"
     if not compilation.cudagraph_capture_sizes or not is_breakable_cudagraph_enabled():
         return "no breakable CUDA graphs"

@@ -242,7 +242,7 @@ def test_split_channels_after_memory_ran_out(number: int, monkeypatch: pytest.Mo
     row = next(row for row in TABLE if row.operator == "main_c128_decode")
     chosen = forced(TABLES, TARGET, None, replace(row, params=replace(row.params, splits=8)))
     plan, call = engine.decode_plan(entries), engine.call(layer, kv_score)
-    run = bound_call(call, plan, TARGET, chosen, LaunchCache()).run(len(entries))
+    run = bound_call(call, plan, TARGET, chosen, LaunchCache().step).run(len(entries))
     with failing(monkeypatch, number), pytest.raises(torch.OutOfMemoryError):
         run(call, plan)
     run(call, plan)
@@ -255,7 +255,7 @@ def test_split_channels_memory_of_a_capture_is_its_graphs(monkeypatch: pytest.Mo
     row = next(row for row in TABLE if row.operator == "main_c128_decode")
     chosen = forced(TABLES, TARGET, None, replace(row, params=replace(row.params, splits=8)))
     plan, call = engine.decode_plan(entries), engine.call(layer, kv_score)
-    run = bound_call(call, plan, TARGET, chosen, LaunchCache()).run(len(entries))
+    run = bound_call(call, plan, TARGET, chosen, LaunchCache().step).run(len(entries))
     seen = []
     monkeypatch.setattr(run, "_launch", lambda grid, **call: seen.append(call["arrived_ptr"]))
     for capturing in (True, True, False, False, True):

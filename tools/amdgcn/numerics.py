@@ -232,6 +232,7 @@ ARITHMETIC: dict[str, tuple[str, str, Function]] = {
     "v_max_u32": ("uu", "u", np.maximum),
     "v_min_i32": ("ii", "i", np.minimum),
     "v_max_i32": ("ii", "i", np.maximum),
+    "v_min3_i32": ("iii", "i", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "v_max3_i32": ("iii", "i", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
     "v_mul_lo_u32": ("uu", "u", lambda a, b: a * b),
     "v_mul_hi_u32": (
