@@ -277,7 +277,7 @@ def test_sglang_takes_every_servers_options(name: str, tmp_path: Path) -> None:
     variant = recall_sglang.VARIANTS[name]
     assert (found.attention_backend == "kda") == variant.flagged
     assert found.page_size == (64 if name.endswith("mla") else None)
-    assert found.tp_size == (2 if name == "tp2" else 1)
+    assert found.tp_size == {"tp2": 2, "tp4": 4}.get(name, 1)
 
 
 @pytest.mark.parametrize("name", [n for n, v in recall_sglang.VARIANTS.items() if v.drafts])
