@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backend_core.launch.cuda import CudaKernel, CudaLaunch, CudaParams
+from backend_core.launch.cuda import CudaKernel, CudaLaunch
+from backend_core.launch.cuda_params import CudaParams
 from mla_backend.contract.mla_decode import MlaInputs
 from mla_backend.spec import LATENT_DIM, MAX_SPLITS
 

@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from backend_core.launch.cuda import HEADERS, PARAMS_HEADER, CudaParams, shared_bytes_of
+from backend_core.launch.cuda import HEADERS, PARAMS_HEADER, shared_bytes_of
+from backend_core.launch.cuda_params import CudaParams
 from tests.offline import kept
 
 NVCC = shutil.which("nvcc")

@@ -23,7 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.cuda import CudaKernel
+from backend_core.launch.cuda_params import CudaParams
 from benchmarks.peers.sources import packages, stub
 
 DIM = 128

@@ -22,13 +22,17 @@ takes most of its time, and beyond it each token costs."""
 def most_tokens(hidden_size: int, ranks: int, budget: int) -> int:
     """The tokens of the largest prefill step that is worth a CUDA graph.
 
+    It is one of `SIZES`, or all that the engine puts into a step.
+
     Args:
         hidden_size: of the model.
         ranks: GPUs that share the work of each layer.
         budget: the most tokens that the engine puts into a step.
     """
     tokens = TOKENS_OF_A_RANK * ranks * HIDDEN_SIZE**2 // hidden_size**2
-    return min(tokens, budget)
+    if tokens >= budget:
+        return budget
+    return max((size for size in SIZES if size <= tokens), default=SIZES[0])
 
 
 def sizes(most: int) -> list[int]:

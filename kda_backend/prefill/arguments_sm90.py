@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.cuda import CudaKernel
+from backend_core.launch.cuda_params import CudaParams
 from kda_backend.contract.values import (
     GateSpec,
     Kept,

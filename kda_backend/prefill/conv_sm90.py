@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.cuda import CudaKernel
+from backend_core.launch.cuda_params import CudaParams
 from kda_backend.contract.values import ConvInputs, TokenInputs
 from kda_backend.prefill.arguments_sm90 import (
     DIM,

@@ -10,7 +10,8 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.cuda import CudaKernel
+from backend_core.launch.cuda_params import CudaParams
 from backend_core.target import Target
 from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, Relaunch, StateRef
 from kda_backend.prefill.arguments_sm90 import (

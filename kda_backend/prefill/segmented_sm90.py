@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
-from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.cuda import CudaKernel
+from backend_core.launch.cuda_params import CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from kda_backend.contract.values import PrefillCall, Relaunch

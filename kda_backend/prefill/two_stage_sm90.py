@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.cuda import CudaKernel
+from backend_core.launch.cuda_params import CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import Target
 from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, Relaunch

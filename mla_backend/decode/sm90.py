@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from backend_core.launch.cuda import CudaKernel, CudaLaunch, CudaParams
+from backend_core.launch.cuda import CudaKernel, CudaLaunch
+from backend_core.launch.cuda_params import CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from mla_backend import combine

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core import contracts
-from backend_core.launch.cuda import CudaKernel, CudaParams
+from backend_core.launch.cuda import CudaKernel
+from backend_core.launch.cuda_params import CudaParams
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection
 from backend_core.tables.schema import KernelPath

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from backend_core.launch import cuda as cuda_source
-from backend_core.launch.cuda import CudaLaunch, CudaParams
+from backend_core.launch.cuda import CudaLaunch
+from backend_core.launch.cuda_params import CudaParams
 from tests.cuda_offline import NVCC, compile_cubin
 
 

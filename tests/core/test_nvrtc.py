@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from backend_core.launch import cuda
+from backend_core.launch.cuda_params import CudaParams
 from tests.core.evidence import ROOT
 from tests.kda import test_cuda_compile as kda
 from tests.mla import test_cuda_compile as mla
@@ -28,7 +29,7 @@ def kernels() -> dict[str, Any]:
     return found
 
 
-def compiled(source: Path, text: bytes, params: cuda.CudaParams, defines: dict[str, int]) -> bytes:
+def compiled(source: Path, text: bytes, params: CudaParams, defines: dict[str, int]) -> bytes:
     options = ["--gpu-architecture=sm_90a", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in defines.items()]
     options += [f"--include-path={folder}" for folder in (source.parent, cuda.HEADERS)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.launch.cuda import CudaParams
+from backend_core.launch.cuda_params import CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend_core.launch.cuda import CudaParams
+from backend_core.launch.cuda_params import CudaParams
 from kda_backend.decode_step import fused_sm90 as step_sm90
 from kda_backend.launch_params import FusedStepSm90Params
 from kda_backend.prefill import conv_sm90

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backend_core.launch.cuda import CudaParams
+from backend_core.launch.cuda_params import CudaParams
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.launch_params import TABLES, PrefillCostModel, SegmentedParams

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backend_core.launch.cuda import CudaParams
+from backend_core.launch.cuda_params import CudaParams
 from mla_backend import combine
 from mla_backend.decode import sm90 as mla_sm90
 from mla_backend.plan import planner

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend_core.launch.cuda import CudaParams
+from backend_core.launch.cuda_params import CudaParams
 from mla_backend import combine, reference
 from mla_backend.plan import planner
 from mla_backend.plan.split_kv import split_kv

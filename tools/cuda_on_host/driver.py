@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from backend_core.launch.cuda import PARAMS_HEADER, CudaParams, shared_bytes_of
+from backend_core.launch.cuda import PARAMS_HEADER, shared_bytes_of
+from backend_core.launch.cuda_params import CudaParams
 
 HERE = Path(__file__).parent
 GXX = shutil.which("g++") if shutil.which("addr2line") else None

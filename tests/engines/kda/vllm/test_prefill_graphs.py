@@ -56,6 +56,9 @@ def test_the_ranks_share_the_work_and_a_step_bounds_the_sizes() -> None:
     assert prefill_graphs.most_tokens(256, 4, 8192) == 8192
     assert prefill_graphs.most_tokens(512, 4, 8192) == 2048  # four times the work of a layer
     assert prefill_graphs.most_tokens(256, 4, 6000) == 6000
+    # 16,384 tokens of work of a rank's share, three ninths of it: no size between two of the list
+    assert prefill_graphs.most_tokens(768, 8, 8192) == 1792
+    assert prefill_graphs.most_tokens(25600, 1, 8192) == 8
     for most in (100, 512, 2048, 6000, 8192):
         found = prefill_graphs.sizes(most)
         assert found[-1] == most and found == sorted(set(found))
