@@ -109,6 +109,35 @@ def test_a_graph_breaks_at_kda_layers_that_stay_upstreams(monkeypatch: pytest.Mo
     assert not served.backend.use_captured_forward_metadata_for_breakable_cuda_graph
 
 
+@pytest.mark.parametrize(
+    ("ranks", "dp_size", "q_lora_rank", "most"),
+    [(1, 1, None, 2048), (4, 1, None, 8192), (4, 4, None, 2048), (4, 1, 1536, 1024)],
+)
+def test_the_largest_graph_follows_from_ranks_and_the_models_mla(
+    ranks: int, dp_size: int, q_lora_rank: int | None, most: int
+) -> None:
+    """Kimi-Linear's hidden size. Queries from a latent keep MLA in the graph, in the form that is
+    slow for long prompts."""
+    args = SimpleNamespace(
+        chunked_prefill_size=None, tp_size=ranks, dp_size=dp_size, enable_dp_attention=dp_size > 1
+    )
+    config = SimpleNamespace(hidden_size=2304, q_lora_rank=q_lora_rank, kv_lora_rank=512)
+    assert sglang_prefill_graphs._buckets(args, config)[-1] == most
+
+
+def test_mla_layers_of_the_model_break_large_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(hybrid_linear_attn_backend, "check_cuda_graph_backend"):
+        pytest.skip("this sglang runs KDA outside of prefill graphs")
+    from kda_backend.engines import sglang_mla_breaks
+
+    broken: list[tuple[Any, int]] = []
+    monkeypatch.setattr(hybrid_linear_attn_backend, "check_cuda_graph_backend", lambda *_: True)
+    monkeypatch.setattr(sglang_mla_breaks, "break_at_mla", lambda *of: broken.append(of))
+    Served(*FLAG)
+    ((_, tokens),) = broken
+    assert tokens == sglang_prefill_graphs.ABSORBED_TOKENS
+
+
 def test_glms_own_graphs_stay() -> None:
     """Its step sizes are right in upstream's kernel."""
     backend = SimpleNamespace(use_captured_forward_metadata_for_breakable_cuda_graph=True)
