@@ -70,20 +70,6 @@ _PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor
 _LANGUAGE = [(part, dict(vars(part))) for part in _PATCHED]  # as these tests are collected
 
 
-# as the tests are collected, before any kernel is interpreted
-LANGUAGE = [(owner, dict(vars(owner))) for owner in (tl, tl.core, tl.math, tl.core.tensor)]
-
-
-@pytest.fixture(autouse=True)
-def compiled_language() -> None:
-    """The language that kernels are compiled from: Triton's interpreter exchanges its functions
-    while it runs one, and a test before this one may have ended a kernel half way."""
-    for owner, members in LANGUAGE:
-        for name, member in members.items():
-            if vars(owner).get(name) is not member:
-                setattr(owner, name, member)
-
-
 @pytest.fixture
 def compilers_language(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's language as its compiler knows it.
