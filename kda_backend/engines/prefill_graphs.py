@@ -29,7 +29,7 @@ def most_tokens(hidden_size: int, ranks: int, budget: int) -> int:
         ranks: GPUs that share the work of each layer.
         budget: the most tokens that the engine puts into a step.
     """
-    tokens = TOKENS_OF_A_RANK * ranks * HIDDEN_SIZE**2 // hidden_size**2
+    tokens: int = TOKENS_OF_A_RANK * ranks * HIDDEN_SIZE**2 // hidden_size**2
     if tokens >= budget:
         return budget
     return max((size for size in SIZES if size <= tokens), default=SIZES[0])
