@@ -10,7 +10,7 @@ from __future__ import annotations
 HIDDEN_SIZE, TOKENS_OF_A_RANK = 2304, 2048
 """Kimi-Linear-48B on one H200: from so many tokens on a step is bound by the GPU. The work of a
 layer is taken to grow with the square of the hidden size, and to be shared equally by the ranks."""
-SIZES = (
+SIZES: tuple[int, ...] = (
     *(8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512),
     *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
     *range(2560, 16385, 512),
@@ -29,7 +29,7 @@ def most_tokens(hidden_size: int, ranks: int, budget: int) -> int:
         ranks: GPUs that share the work of each layer.
         budget: the most tokens that the engine puts into a step.
     """
-    tokens: int = TOKENS_OF_A_RANK * ranks * HIDDEN_SIZE**2 // hidden_size**2
+    tokens = TOKENS_OF_A_RANK * ranks * HIDDEN_SIZE**2 // hidden_size**2
     if tokens >= budget:
         return budget
     return max((size for size in SIZES if size <= tokens), default=SIZES[0])
