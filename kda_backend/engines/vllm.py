@@ -70,6 +70,7 @@ def register() -> None:
     vllm_flag.register_family(FAMILY, [claim])
     after_import("vllm.config.vllm", vllm_graphs.install)
     after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.leave_decodes)
+    after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.capture_layers)
     for module, model in FP32_MODELS.items():
         after_import(module, functools.partial(_honour_state_dtype, model))
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 
 from kda_backend.engines.vllm_convs import SeparateConvs
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints
 from kda_backend.engines.vllm_seams import changed
+from kda_backend.engines.vllm_tables import breaks_without_tables
 
 
 def layer_class(upstream: Any) -> Any:
@@ -23,6 +23,7 @@ def layer_class(upstream: Any) -> Any:
 
     class KdaLayer(SeparateConvs, ExportsCheckpoints, upstream):  # type: ignore[misc]
         exports = "get_kv_cache_spec" in vars(upstream)
+        captured_on_tables = True
 
         def __init__(
             self, config: Any, vllm_config: VllmConfig, prefix: str = "", **options: Any
@@ -44,7 +45,7 @@ def layer_class(upstream: Any) -> Any:
             projected_out: torch.Tensor = self.o_proj(out.flatten(1))[0]
             return projected_out
 
-        @eager_break_during_capture  # type: ignore[untyped-decorator]
+        @breaks_without_tables
         def _attend(
             self,
             qkv: torch.Tensor,

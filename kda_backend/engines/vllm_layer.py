@@ -19,7 +19,8 @@ from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, req
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
-from kda_backend.engines.vllm_run import Runtime, run_step
+from kda_backend.engines.vllm_run import Runtime, pools_of, run_segment, run_step
+from kda_backend.engines.vllm_tables import tables_of_pass
 from kda_backend.layer import LayerWeights, Projections
 from kda_backend.prefill.arguments_sm90 import Track, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
@@ -168,7 +169,12 @@ def attend(
         return
     try:
         plans = vars(context).setdefault(_PLANS, {})
-        run_step(module, weights, x, metadata, plans)
+        if (tables := tables_of_pass()) is None:
+            run_step(module, weights, x, metadata, plans)
+            return
+        segment = tables.segment(module.prefix, context.attn_metadata, out.shape[0], plans)
+        out.zero_()  # rows of padding stay zeros
+        run_segment(module.kda_runtime, weights, x, pools_of(module), segment)
     except Exception as error:
         log_failed_step(f"KDA layer {module.prefix}", error)
         raise
