@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,16 +35,23 @@ _RESERVED = "_kda_dsv4_reserved"  # on a ModelRunner, from one function here to 
 # What sglang allows where --max-running-requests does not say, and the least number of state slots
 # that it counts for a request where prefixes are cached (``resolve_max_num_reqs``).
 _MOST_REQUESTS, _SLOTS_OF_A_REQUEST = 4096, 3
+_LEAST_LIMIT = 2048  # of requests, with slots and memory for all of them
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Scratch memory that was taken for prefills of so many tokens and requests."""
+    """Scratch memory that was taken for prefills of so many tokens and requests.
+
+    Attributes:
+        state_dtype: of the pools to come.
+        asked_slots: the user says how many slots they will have.
+    """
 
     scratch: Scratch
     tokens: int
     requests: int
     state_dtype: torch.dtype
+    asked_slots: bool = False
 
 
 def state_dtype_of(runner: Any) -> torch.dtype:
@@ -57,7 +65,7 @@ def reserve_scratch(runner: Any, selection: KdaSelection, num_layers: int) -> No
 
     Weights are loaded, pools are not sized yet. ``num_layers``: KDA layers on this rank.
     """
-    state_dtype = state_dtype_of(runner)
+    state_dtype, asked = state_dtype_of(runner), get_schedule().max_mamba_cache_size
     tokens, requests = largest_prefill(runner, num_layers)
     if check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
         # a captured step has as many sequences, however few requests the server runs
@@ -65,7 +73,7 @@ def reserve_scratch(runner: Any, selection: KdaSelection, num_layers: int) -> No
         requests = max(requests, min(captured, tokens))
     scratch = Scratch(torch.device(runner.device))
     grow(scratch, selection, tokens, requests, state_dtype)
-    setattr(runner, _RESERVED, Reserved(scratch, tokens, requests, state_dtype))
+    setattr(runner, _RESERVED, Reserved(scratch, tokens, requests, state_dtype, asked is not None))
     say(
         f"scratch memory of {tokens} tokens of {requests} requests is"
         f" {scratch.nbytes / 2**20:.0f} MiB, taken before the pools are sized"
@@ -90,6 +98,31 @@ def reserved_scratch(runner: Any, selection: KdaSelection) -> Scratch | None:
             f" memory is {reserved.scratch.nbytes / 2**20:.0f} MiB, beside the pools"
         )
     return reserved.scratch
+
+
+def gain_of_16_bits(runner: Any) -> str | None:
+    """What states in fp16 would change, where fp32 states bound how many requests run.
+
+    Pools are allocated, and `reserved_scratch` has not been called. sglang gives the states a share
+    of the memory, so slots grow as they shrink.
+    """
+    reserved: Reserved | None = runner.__dict__.get(_RESERVED)
+    if reserved is None or reserved.asked_slots or reserved.state_dtype != torch.float32:
+        return None
+    schedule, runs = get_schedule(), runner.max_running_requests
+    most = _LEAST_LIMIT
+    if schedule.max_running_requests is not None:
+        most = schedule.max_running_requests // get_parallel().attn_dp_size
+    if runs >= most:
+        return None
+    params = mambaish_config(runner.model_config).mamba2_cache_params
+    state = math.prod(params.shape.temporal) * len(params.layers)
+    slot = params.mamba_cache_per_req
+    would = min(most, int(runs * slot / (slot - 2 * state)))
+    return (
+        f"fp32 states bound this server to {runs} requests at a time: --mamba-ssm-dtype float16"
+        f" would let about {would} run"
+    )
 
 
 def largest_prefill(runner: Any, num_layers: int) -> tuple[int, int]:
