@@ -89,7 +89,7 @@ def install(backend: Any, runner: Any) -> Sequence[str]:
     if selection is None:
         return ()
     gain = gain_of_16_bits(runner)
-    kernel = KdaKernel(selection, device, reserved_scratch(runner, selection))
+    kernel = KdaKernel(selection, device, *reserved_scratch(runner, selection))
     ours = exchange_kernels(backend.kernel_dispatcher, kernel)
     cache = pools.mamba2_layer_cache(layers[0].layer_id)
     fits = _has_one_launch(layers[0], cache)

@@ -170,7 +170,7 @@ def test_pools_that_became_larger_take_more_at_load_and_say_so(
     sglang_scratch.grow(scratch, selection, 256, 8, torch.float16)
     before = scratch.nbytes
     runner._kda_dsv4_reserved = sglang_scratch.Reserved(scratch, 256, 8, torch.float16)
-    assert sglang_scratch.reserved_scratch(runner, selection) is scratch
+    assert sglang_scratch.reserved_scratch(runner, selection) == (scratch, None)
     assert scratch.nbytes > before
     assert any("40 requests run where 8 were expected" in line for line in log_lines)
 
