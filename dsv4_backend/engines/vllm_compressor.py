@@ -43,7 +43,6 @@ from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
     CompressorSpec,
-    LaunchCache,
     PagedDecode,
     PagedPrefill,
     compress_decode_,
@@ -162,9 +161,8 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
     rotates = False  # set by `vllm_rotation`, for an indexer whose queries are rotated too
     cache_format: CacheFormat  # set by `adopt`
 
-    # the record cache as the engine bound it, its pages as bytes, the layer that writes them, and
-    # what its calls have bound
-    _bound: tuple[torch.Tensor, torch.Tensor, CompressorLayer, LaunchCache] | None = None
+    # the record cache as the engine bound it, its pages as bytes, the layer that writes them
+    _bound: tuple[torch.Tensor, torch.Tensor, CompressorLayer] | None = None
 
     def forward(self, kv_score: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> None:
         """The state rows of all tokens and the records of the windows that end with them.
@@ -193,13 +191,13 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
                 fallback(f"--attention-backend {flag_name('dsv4')}: {error}")
                 self.forward(kv_score, positions, rotary_emb)
                 return
-        _, pages, layer, launches = self._bound
+        _, pages, layer = self._bound
         state = self.state_cache.kv_cache
         try:
             if isinstance(plan, PagedDecode):
-                compress_decode_(layer, kv_score, state, pages, plan, launches=launches)
+                compress_decode_(layer, kv_score, state, pages, plan)
             else:
-                compress_prefill_(layer, kv_score, state, pages, plan, launches=launches)
+                compress_prefill_(layer, kv_score, state, pages, plan)
         except Exception as error:
             vllm_flag.log_failed_step(f"compressor {self.state_cache.prefix}", error)
             raise
@@ -212,7 +210,7 @@ def _bind(
     states: Any,
     plan: PagedDecode | PagedPrefill,
     rotary_emb: Any,
-) -> tuple[torch.Tensor, torch.Tensor, CompressorLayer, LaunchCache]:
+) -> tuple[torch.Tensor, torch.Tensor, CompressorLayer]:
     """At the first step that has caches, which is the engine's own warm-up where it makes one:
     check them, and compile every kernel that a later step may launch.
 
@@ -233,10 +231,9 @@ def _bind(
         plan.slots,
         pdl_prefetch_safe=True,
     )
-    launches = LaunchCache()
     for other in (decode, _prefill(decode, states, spec.compress_ratio)):
-        warm_up(layer, kv_score, state, pages, other, launches=launches)
-    return kv_cache, pages, layer, launches
+        warm_up(layer, kv_score, state, pages, other)
+    return kv_cache, pages, layer
 
 
 def _plan(

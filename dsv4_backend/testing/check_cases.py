@@ -247,7 +247,7 @@ def to_device(
         CompressorLayer(layer.spec, *(x.to(device) for x in weights)),
         call.kv_score.to(device, copy=True),
         state,
-        *(cache.to(device, copy=True) for cache in engine.caches),  # type: ignore[arg-type]
+        *(cache.to(device, copy=True) for cache in engine.caches),
     )
 
 

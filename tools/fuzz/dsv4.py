@@ -17,7 +17,6 @@ from backend_core.target import Target
 from backend_core.testing.numerics import as_bytes
 from dsv4_backend import (
     CompressorSpec,
-    LaunchCache,
     SeqLens,
     compress_decode_,
     compress_norm_rope_hadamard_,
@@ -161,7 +160,6 @@ class _Step:
         names = ("ape", "norm_weight", "rope_table")
         here = {name: getattr(self.layer, name).to(device) for name in names}
         self.layer_here = dataclasses.replace(self.layer, **here)
-        self.launches = LaunchCache() if draw.chance("launch cache", 0.6) else None
         self.last_write = torch.zeros(1, device=device)
 
     def batch(self) -> FuzzBatch:
@@ -201,7 +199,6 @@ class _Step:
             second_cache=self.caches[1] if len(self.caches) > 1 else None,
             target=self.target,
             selection=self.selection,
-            launches=self.launches,
         )
 
     def error(self) -> tuple[float, float]:
