@@ -24,7 +24,7 @@
 // intra_chunk.cu writes the tiles as wgmma reads them, 8 KiB blocks of 64 rows of 128 bytes with
 // the 128-byte swizzle, so plain bulk copies fetch them, each as soon as its flag says it is there.
 //
-// Compile-time: CU_INT64 (cu_seqlens, else int32), STATE_BF16 (else fp32), TRACK (1: states of
+// Compile-time: CU_INT64 (cu_seqlens, else int32), DT_STATE (state_type.cuh), TRACK (1: states of
 // chunks or snapshots are asked for, 2: snapshots go to slots of a pool); SEGMENTS (segments.cuh).
 
 static constexpr int ROW_BYTES = 256;  // of v: both halves of the value rows
