@@ -55,8 +55,12 @@ class Prepared(dict[Hashable, Any]):
     """What calls of one plan have in common, by their layout: checked, chosen and packed once.
 
     It is the plan's, and dies with it; it holds addresses of the plan's tensors, and none of a
-    call's.
+    call's. Where there is no plan it belongs to one layout of calls, and stands for it: it is
+    compared by identity.
     """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
 
     def keep(self, layout: Hashable, made: Result) -> Result:
         if len(self) >= _LAYOUTS:

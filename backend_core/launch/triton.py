@@ -24,10 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Argument: TypeAlias = "Tensor | TensorDescriptor | int | float | bool | None"
 Grid = tuple[int, int, int]
-Again = Callable[..., None]
-"""A launch that was made, with other addresses of its first arguments, which are pointers. Each
-must be as aligned as before, on HIP of a storage within 2 GiB or not as before, ``None`` where it
-was; and the current device the same."""
+Launch = Callable[["tuple[int, ...]"], None]
+"""A launch that is ready but for addresses (`KernelLaunch.prepare`)."""
 
 
 _RECENT = 4096  # exact argument lists that a kernel remembers
@@ -94,11 +92,10 @@ class KernelLaunch:
         self._strides = _strides(fn.__name__, names, axes or {})
         self.given = tuple(name for name in names if name not in self._strides)
         """Of the run-time arguments, those that ``launch`` and ``prepare`` take."""
-        self.launch: Callable[..., Again | None] = self._call_by_name
+        self.launch: Callable[..., None] = self._call_by_name
         """``launch(grid, **arguments)`` on the current device and stream: by name the run-time
         arguments but for strides that are filled in. A grid is the number of programs along x, y
-        and z; one with a zero launches nothing. Returns how to make the launch again, which the
-        interpreter cannot."""
+        and z; one with a zero launches nothing."""
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
@@ -112,9 +109,7 @@ class KernelLaunch:
         self._tail = tuple(constexprs[name] for name in declared)
         self.launch, self._variant = _launchers(self)
 
-    def prepare(
-        self, takes: tuple[str, ...], grid: Grid, **named: Any
-    ) -> Callable[[tuple[int, ...]], None]:
+    def prepare(self, takes: tuple[str, ...], grid: Grid, **named: Any) -> Launch:
         """Find the compiled kernel for a launch, and launch nothing.
 
         Args:
@@ -132,21 +127,8 @@ class KernelLaunch:
         compiled, values = self._variant(**named)
         absent = tuple([name for name in takes if named.get(name) is None])
         make = _prepared_launch(self.argument_names, takes, absent)
-        launch: Callable[[tuple[int, ...]], None] = make(compiled, grid, values, self._tail)
+        launch: Launch = make(compiled, grid, values, self._tail)
         return launch
-
-    def _again(
-        self, compiled: Any, grid: Grid, values: tuple[object, ...], *addresses: int | None
-    ) -> None:
-        arguments = (*addresses, *values[len(addresses) :], *self._tail)
-        active, hooks = driver.active, knobs.runtime
-        stream = active.get_current_stream(active.get_current_device())
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            compiled[grid](*arguments, stream=stream)
-            return
-        function, metadata = compiled.function, compiled.packed_metadata
-        compiled.run(*grid, stream, function, metadata, None, None, None, *arguments)
 
     def _call_by_name(self, grid: Grid, **named: Any) -> None:
         """``launch`` without a compiled kernel."""
@@ -214,7 +196,7 @@ def _strides(
 
 def _launchers(
     kernel: KernelLaunch,
-) -> tuple[Callable[..., Again], Callable[..., tuple[Any, tuple[object, ...]]]]:
+) -> tuple[Callable[..., None], Callable[..., tuple[Any, tuple[object, ...]]]]:
     """A function of grid and named arguments that launches a kernel; and one of the arguments
     that finds the compiled kernel and the values which it is launched with.
 
@@ -275,14 +257,11 @@ def _launchers(
         "described": lambda x: _described(x, hip),
         "hooks": knobs.runtime,
         "tail": kernel._tail,
-        "partial": functools.partial,
-        "again": kernel._again,
     }
     function = [
         f"def launch(grid, *, {', '.join(given)}):",
         *lines,
         *_run_lines("*grid", f"{values}, *tail", "    "),
-        f"    return partial(again, compiled, grid, ({values},))",
         f"def variant(*, {', '.join(given)}):",
         *lines,
         f"    return compiled, ({values},)",
@@ -309,7 +288,7 @@ def _run_lines(grid: str, values: str, indent: str) -> list[str]:
 @functools.lru_cache(maxsize=1024)
 def _prepared_launch(
     names: tuple[str, ...], takes: tuple[str, ...], absent: tuple[str, ...]
-) -> Callable[..., Callable[[tuple[int, ...]], None]]:
+) -> Callable[..., Launch]:
     """Makes `KernelLaunch.prepare`'s launches, of these arguments in order; it is generated as
     `_launchers` is."""
     taken = [name for name in takes if name in names and name not in absent]
@@ -327,13 +306,13 @@ def _prepared_launch(
     ]
     scope: dict[str, Any] = {"driver": driver, "hooks": knobs.runtime}
     exec("\n".join(source), scope)
-    make: Callable[..., Callable[[tuple[int, ...]], None]] = scope["make"]
+    make: Callable[..., Launch] = scope["make"]
     return make
 
 
 def _interpreted_launch(
     kernel: KernelLaunch, takes: tuple[str, ...], grid: Grid, named: Mapping[str, Any]
-) -> Callable[[tuple[int, ...]], None]:
+) -> Launch:
     """`KernelLaunch.prepare`'s launch in the interpreter, which reads tensors: they have one
     element, since it knows memory by its address alone."""
     values, places = kernel._in_order(named), list[tuple[int, int, torch.dtype]]()

@@ -185,26 +185,6 @@ def test_a_compiled_kernel_is_loaded_once_for_each_device(recorder: RecordingDri
     assert functions[0] is functions[2] is not functions[1]
 
 
-@pytest.mark.parametrize("mask", [None, _tensor()])
-def test_a_launch_is_made_again_of_other_addresses(
-    recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch, mask: torch.Tensor | None
-) -> None:
-    launch = _launch(JITFunction(scale_rows))
-    others = (_tensor(), _tensor(), None if mask is None else _tensor(), 16, 32, 2.0)
-    again = launch.launch((3, 2, 1), **_named((_tensor(), others[1], mask, 16, 32, 2.0)))
-    assert again is not None
-    addresses = [None if x is None else x.data_ptr() for x in others[:3]]
-    again(addresses[0], addresses[1], *([] if mask is None else addresses[2:]))
-    for _ in range(2):
-        again(*addresses)
-        launch.launch((3, 2, 1), **_named(others))
-        assert recorder.launches[-2] == recorder.launches[-1]
-    hook = lambda metadata: None  # noqa: E731
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
-    again(*addresses)
-    assert recorder.launches[-1][1][RECORD[1]] is hook
-
-
 TAKES = ("mask_ptr", "unknown_ptr", "x_ptr")
 
 
