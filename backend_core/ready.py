@@ -8,7 +8,10 @@ one plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Values = ParamSpec("Values")
 Result = TypeVar("Result")
@@ -67,6 +70,16 @@ class Prepared(dict[Hashable, Any]):
             self.clear()
         self[layout] = made
         return made
+
+
+def layout_of(*tensors: Tensor | None) -> tuple[object, ...]:
+    """All that a check may look at of tensors, but for their addresses."""
+    return tuple(
+        [
+            None if x is None else (x.shape, x.stride(), x.dtype, x.get_device() + 1 or x.device)
+            for x in tensors
+        ]
+    )
 
 
 class _Leaf(NamedTuple):
