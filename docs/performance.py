@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from docs.performance_parts import block_sparse, calls, drop_ins, dsv4, engines, kda, mla
+from docs.performance_parts import block_sparse, drop_ins, dsv4, engines, kda, mla
 from docs.performance_parts.page import ROOT, best, load, mean, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -51,7 +51,6 @@ def render() -> str:
     lines += [*kda.short(), *kda.segments(), *kda.layer(), *kda.decode(), *dsv4.compressor()]
     lines += [*mla.mla_decode(), *mla.shared_prompts()]
     lines += [*mla.named_rows(), *block_sparse.block_sparse(), *drop_ins.drop_ins()]
-    lines += calls.host_times()
     lines += [*engines.default_modes(), *engines.bounded_gates(), *engines.cut_models()]
     lines += [*engines.recall(), *engines.first_start()]
     return HEAD + "\n".join(lines) + "\n" + BOUNDS

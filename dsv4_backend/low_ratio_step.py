@@ -24,7 +24,7 @@ from dsv4_backend.contract.values import ROW_DTYPES, check_index
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.selection import expect_operator
 from dsv4_backend.spec import LATENT_DIM, LowRatioLayer, LowRatioSpec
-from dsv4_backend.step import Look, StepPath, expect_rows
+from dsv4_backend.step import CompressorPath, Look, expect_rows
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import Argument
@@ -244,8 +244,8 @@ class LowRatioCall:
         self,
         plan: LowRatioStep,
         target: Target | None,
-        selection: Selection[LowRatioStepSpec, StepPath] | None,
-    ) -> Selection[LowRatioStepSpec, StepPath]:
+        selection: Selection[LowRatioStepSpec, CompressorPath] | None,
+    ) -> Selection[LowRatioStepSpec, CompressorPath]:
         """Check all but the number of input rows, and choose the paths."""
         self._check(plan)
         rows = 1 if self.state is None else self.state.shape[1]
@@ -303,7 +303,7 @@ class LowRatioStepSpec:
 
 def low_ratio_selection(
     target: Target, spec: LowRatioSpec, state_block: int = RING_ROWS
-) -> Selection[LowRatioStepSpec, StepPath]:
+) -> Selection[LowRatioStepSpec, CompressorPath]:
     """The operator's paths for a kind of compressor, by tokens and the longest chunk.
 
     Raises:

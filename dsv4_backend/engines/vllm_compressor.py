@@ -5,8 +5,7 @@ and stores in a second. Here a decode step is one launch and a step with prefill
 (docs/families/dsv4.md); parameters, projections, state cache and record caches are vLLM's. Decode
 steps for which the table says that vLLM's own kernels are faster stay vLLM's.
 
-vLLM rotates neither the indexer's keys nor its queries by Hadamard, and neither does this, unless
-`vllm_rotation` rotates both.
+vLLM rotates neither the indexer's keys nor its queries by Hadamard, and neither does this.
 
 On ROCm records lie where vLLM's kernels read them, which `vllm_rocm` asks. With
 ``indexer_kv_dtype="mxfp4"`` on gfx950 vLLM 0.33 has an indexer whose compressor is a class of its
@@ -139,7 +138,7 @@ def _spec(compressor: Any, cache_format: CacheFormat | None, page_tokens: int) -
         cache_format=cache_format,
         page_tokens=page_tokens,
         rounding="vllm",
-        rotate=compressor.rotates,
+        rotate=False,
         fp8="ocp",  # vLLM keeps the compressed caches in OCP on gfx942 too
         rope_layout="split",
         eps=compressor.rms_norm_eps,
@@ -158,7 +157,6 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
 class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
     """vLLM's compressor with a step of its own; built by vLLM, see `adopt`."""
 
-    rotates = False  # set by `vllm_rotation`, for an indexer whose queries are rotated too
     cache_format: CacheFormat  # set by `adopt`
 
     # the record cache as the engine bound it, its pages as bytes, the layer that writes them
@@ -183,9 +181,9 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
             try:
                 self._bound = _bind(self, kv_cache, kv_score, states, plan, rotary_emb)
             except ValueError as error:
-                # upstream's keys would meet rotated queries; and aiter's kernel needs memory that
-                # upstream's class reserves in the profile run, which was this one's
-                if self.rotates or self.cache_format == "indexer_mxfp4_tiles":
+                # aiter's kernel needs memory that upstream's class reserves in the profile run,
+                # which was this one's
+                if self.cache_format == "indexer_mxfp4_tiles":
                     raise
                 self.__class__ = DeepseekCompressor
                 fallback(f"--attention-backend {flag_name('dsv4')}: {error}")
