@@ -196,7 +196,6 @@ class LowRatioCall:
     score: torch.Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """The kernels' arguments by name; tensors first, in the order of their addresses."""
         layer = self.layer
         return {
             "input_ptr": self.kv_score,
@@ -246,7 +245,6 @@ class LowRatioCall:
         target: Target | None,
         selection: Selection[LowRatioStepSpec, CompressorPath] | None,
     ) -> Selection[LowRatioStepSpec, CompressorPath]:
-        """Check all but the number of input rows, and choose the paths."""
         self._check(plan)
         rows = 1 if self.state is None else self.state.shape[1]
         spec = LowRatioStepSpec(self.layer.spec, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -105,11 +105,11 @@ class LayerAddresses(NamedTuple):
     continued: int
 
 
-Prefill = Callable[
-    [LayerAddresses, LayerWeights, Projections, torch.Tensor, StateRef, StepPlan, Scratch], object
-]
-"""Runs the prefill of a layer that is laid out as the one which prepared it: addresses, weights,
-projections, pool of windows, state, the step plan and scratch memory."""
+LayerCall: TypeAlias = "tuple[LayerWeights, Projections, torch.Tensor, StateRef, StepPlan, Scratch]"
+"""A layer's prefill as it is called: weights, projections, pool of windows, state, step plan and
+scratch memory."""
+Prefill: TypeAlias = Callable[[LayerAddresses, LayerCall], object]
+"""Runs the prefill of a layer that is laid out as the one which prepared it."""
 
 
 def prefill(
@@ -162,84 +162,58 @@ def prefill(
         *(qkv.stride(), g.stride(), beta.stride(), gate_out.stride(), out.stride()),
         *(conv_pool.stride(), taps.stride(), pool.stride()),
     )
+    call = weights, x, conv_pool, state, step_plan, scratch
     prepared: Prefill | None = step_plan.prepared.get(layout)
     if prepared is None:
         if checkpoints is not None:
             check_checkpoints(checkpoints, x.qkv, step_plan)
-        prepared = _prepare(weights, selection, x, conv_pool, state, step_plan, scratch)
-        step_plan.prepared.keep(layout, prepared)
-    prepared(at, weights, x, conv_pool, state, step_plan, scratch)
+        prepared = step_plan.prepared.keep(layout, _prepare(selection, call))
+    prepared(at, call)
     if checkpoints is not None:
         store_checkpoints(x.qkv, conv_pool, checkpoints, step_plan)
 
 
-def _prepare(
-    weights: LayerWeights,
-    selection: KdaSelection,
-    x: Projections,
-    conv_pool: torch.Tensor,
-    state: StateRef,
-    step_plan: StepPlan,
-    scratch: Scratch,
-) -> Prefill:
+def _prepare(selection: KdaSelection, call: LayerCall) -> Prefill:
     """Check a layer's prefill and choose its path. On Hopper its launches are packed with all but
     the layer's addresses; other paths are given its tensors."""
-    whole = ConvInputs(conv_pool, weights.conv)
-    rows = _check_sequences(weights, selection, x, whole, state, step_plan)
+    weights, x, conv_pool, state, step_plan, _ = call
+    conv = ConvInputs(conv_pool, weights.conv)
+    rows = _check_sequences(weights, selection, x, conv, state, step_plan)
     path, run = path_of(selection, rows, step_plan, state)
-    fused = convolves(path, rows, weights.gate, step_plan, state, whole)
-    layout = Prepared()
+    fused = convolves(path, rows, weights.gate, step_plan, state, conv)
+    call_of = functools.partial(_call_of, selection, fused, Prepared())
 
-    def call_of(
-        weights: LayerWeights,
-        x: Projections,
-        mixed: torch.Tensor,
-        conv: ConvInputs,
-        state: StateRef,
-        step_plan: StepPlan,
-        scratch: Scratch,
-    ) -> PrefillCall:
-        """With q, k and v, or v alone, from after the convolution."""
-        rows = _token_inputs(x, x.qkv if fused else mixed, selection)
-        if fused:
-            rows = rows._replace(v=mixed.view(rows.v.shape))
-        memory, inside = (scratch, layout), conv if fused else None
-        return PrefillCall(
-            rows, weights.gate, step_plan, state, x.out.unsqueeze(0), None, *memory, inside
-        )
-
-    def on_tensors(
-        at: LayerAddresses,
-        weights: LayerWeights,
-        x: Projections,
-        conv_pool: torch.Tensor,
-        state: StateRef,
-        step_plan: StepPlan,
-        scratch: Scratch,
-    ) -> None:
-        conv = ConvInputs(conv_pool, weights.conv)
-        mixed = short_conv(*_convolved(x, conv, fused), state, step_plan)
-        run(call_of(weights, x, mixed, conv, state, step_plan, scratch))
+    def on_tensors(at: LayerAddresses, call: LayerCall) -> None:
+        weights, x, conv_pool, state, step_plan, _ = call
+        of_conv = _convolved(x, ConvInputs(conv_pool, weights.conv), fused)
+        run(call_of(call, short_conv(*of_conv, state, step_plan)))
         gated_norm(x.out, _norm(weights, x), step_plan)
 
     if not isinstance(run, HopperPath):
         return on_tensors
-    of_conv = _convolved(x, whole, fused)
-    mixed = torch.empty(*of_conv[0].shape, dtype=x.qkv.dtype, device=x.qkv.device)
-    chunked = run.prepare(call_of(weights, x, mixed, whole, state, step_plan, scratch))
+    rows_in, conv_in = _convolved(x, conv, fused)
+    mixed = torch.empty(*rows_in.shape, dtype=rows_in.dtype, device=rows_in.device)
+    chunked = run.prepare(call_of(call, mixed))
     if chunked is None:
         return on_tensors
-    convolve = prepare_short_conv(*of_conv, state, step_plan)
+    convolve = prepare_short_conv(rows_in, conv_in, state, step_plan)
     norm = prepare_gated_norm(x.out, _norm(weights, x))
-    offsets = [
-        part.data_ptr() - all_of.data_ptr()
-        for part, all_of in (
-            (of_conv[0], x.qkv),
-            (of_conv[1].weight, weights.conv),
-            (of_conv[1].state, conv_pool),
-        )
-    ]
+    pairs = (rows_in, x.qkv), (conv_in.weight, conv.weight), (conv_in.state, conv.state)
+    offsets = [part.data_ptr() - whole.data_ptr() for part, whole in pairs]
     return _on_addresses(convolve, chunked, norm, fused, mixed, offsets)
+
+
+def _call_of(
+    selection: KdaSelection, fused: bool, layout: Prepared, call: LayerCall, mixed: torch.Tensor
+) -> PrefillCall:
+    """The path's call, with q, k and v, or v alone, from after the convolution."""
+    weights, x, conv_pool, state, step_plan, scratch = call
+    rows, inside = _token_inputs(x, x.qkv if fused else mixed, selection), None
+    if fused:
+        rows = rows._replace(v=mixed.view(rows.v.shape))
+        inside = ConvInputs(conv_pool, weights.conv)
+    out = x.out.unsqueeze(0)
+    return PrefillCall(rows, weights.gate, step_plan, state, out, None, scratch, layout, inside)
 
 
 def _convolved(x: Projections, conv: ConvInputs, fused: bool) -> tuple[torch.Tensor, ConvInputs]:
@@ -269,15 +243,8 @@ def _on_addresses(
     key_bytes = width // (1 if fused else 3) * dtype.itemsize  # of a token's q, and of its k
     row_at, tap_at, window_at = offsets
 
-    def launch(
-        at: LayerAddresses,
-        weights: LayerWeights,
-        x: Projections,
-        conv_pool: torch.Tensor,
-        state: StateRef,
-        step_plan: StepPlan,
-        scratch: Scratch,
-    ) -> None:
+    def launch(at: LayerAddresses, call: LayerCall) -> None:
+        weights, _, _, state, _, scratch = call
         qkv, g, beta, gate, o, windows, taps, norm_weight, states, slots, continued = at
         memory = torch.empty(tokens, width, dtype=dtype, device=device)
         mixed = memory.data_ptr()
