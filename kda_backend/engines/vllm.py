@@ -55,11 +55,15 @@ REPLACED = {
 }
 
 
-FP32_MODELS = {
+MODELS = {
     "vllm.model_executor.models.alice_ai": "AliceAIForCausalLM",
     "vllm.model_executor.models.bailing_moe_v3": "BailingMoeV3ForCausalLM",
+    "vllm.models.kimi_k3.nvidia.model": "KimiLinearForCausalLM",
+    "vllm.models.kimi_k3.amd.linear": "KimiLinearForCausalLM",
+    "vllm.models.glm5next.common.model": "Glm5NextForCausalLM",
+    "vllm.models.glm5next.nvidia.model": "Glm5NextForCausalLM",
 }
-"""Classes of models whose pages have room for fp32 states, whatever the options say."""
+"""Classes of models that size pages, by their modules; other classes ask these."""
 
 
 def register() -> None:
@@ -70,7 +74,7 @@ def register() -> None:
     vllm_flag.register_family(FAMILY, [claim])
     after_import("vllm.config.vllm", vllm_graphs.install)
     after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.leave_decodes)
-    for module, model in FP32_MODELS.items():
+    for module, model in MODELS.items():
         after_import(module, functools.partial(_honour_state_dtype, model))
 
 

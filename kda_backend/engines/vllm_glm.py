@@ -16,12 +16,13 @@ from vllm.config import VllmConfig
 from kda_backend.engines.vllm_convs import SeparateConvs
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints
 from kda_backend.engines.vllm_seams import changed
+from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
 
 
 def layer_class(upstream: Any) -> Any:
     """Our class in the place of ``upstream``, ``Glm5NextLinearAttention``."""
 
-    class KdaLayer(SeparateConvs, ExportsCheckpoints, upstream):  # type: ignore[misc]
+    class KdaLayer(SeparateConvs, ExportsCheckpoints, HonoursStateDtype, upstream):  # type: ignore[misc]
         exports = "get_kv_cache_spec" in vars(upstream)
 
         def __init__(
@@ -30,6 +31,7 @@ def layer_class(upstream: Any) -> Any:
             super().__init__(config, vllm_config, prefix, **options)
             odd = changed(upstream, "forward", {"hidden_states", "positions"})
             if not self.take_over(vllm_config, odd, checkpoints=self.exports):
+                expect_upstreams_dtype(self, upstream, vllm_config)
                 self.__class__ = upstream
 
         def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
