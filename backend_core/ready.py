@@ -1,15 +1,17 @@
-"""The one cache of calls: from what a check may look at in a call to what was made ready for it;
-and what a plan keeps for its calls.
+"""The two caches of calls: of checks, by what they may look at; and a plan's, of launches.
 
 Checking and packing take longer than a launch, and most calls of a layer agree in shapes, strides,
-dtypes and devices. `Ready` makes a thing once for calls that agree: the result of a check, or a
-closure that adds addresses and launches.
+dtypes and devices. `Ready` makes a thing once for calls that agree, `Prepared` once for those of
+one plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Values = ParamSpec("Values")
 Result = TypeVar("Result")
@@ -22,30 +24,12 @@ class Ready(Generic[Values, Result]):
 
     Its arguments are hashable values, tensors, or tuples of these of a fixed length; ``None`` may
     stand for a tensor or a tuple. It may look at the shapes, strides, dtypes and devices of the
-    tensors, at the addresses of those that ``addresses`` names by position, and at the other
-    values; at no element, and it may return no tensor of the call. A call for which it raises is
-    made again. Threads may meet here.
+    tensors, and at the other values; at no element, and it may return no tensor of the call. A call
+    for which it raises is made again. Threads may meet here.
     """
 
-    def __init__(
-        self,
-        make: Callable[Values, Result],
-        addresses: Collection[int] = (),
-        any_length: Collection[int] = (),
-        kept: int | None = None,
-        outlived: Callable[[Result], object] | None = None,
-    ) -> None:
-        """Args:
-        addresses: positions of arguments whose addresses count too.
-        any_length: positions of tensors whose first dimension's size does not count.
-        kept: results that are kept at most; beyond it all are dropped.
-        outlived: the part of a result that lives as long as this cache, or ``None``.
-        """
+    def __init__(self, make: Callable[Values, Result]) -> None:
         self.make = make
-        self._kinds = frozenset(addresses), frozenset(any_length)
-        self._most = kept or _KEPT
-        self._outlived = outlived
-        self._kept_on: list[object] = []
         # one value, replaced as a whole: a key is of the function beside it
         self._state: tuple[_Layout, Callable[..., Hashable], dict[Hashable, Result]]
         self._state = ([], _unknown, {})
@@ -63,11 +47,8 @@ class Ready(Generic[Values, Result]):
         layout, signature, found = self._state
         learned = _learn(layout, values)
         result = self.make(*values)  # type: ignore[arg-type, call-arg]
-        if learned != layout or len(found) >= self._most:
-            if self._outlived is not None:
-                parts = map(self._outlived, found.values())
-                self._kept_on += [part for part in parts if part is not None]
-            signature, found = _signature_function(learned, *self._kinds), {}
+        if learned != layout or len(found) >= _KEPT:
+            signature, found = _signature_function(learned), {}
             self._state = learned, signature, found
         found[signature(*values)] = result
         return result
@@ -77,14 +58,28 @@ class Prepared(dict[Hashable, Any]):
     """What calls of one plan have in common, by their layout: checked, chosen and packed once.
 
     It is the plan's, and dies with it; it holds addresses of the plan's tensors, and none of a
-    call's.
+    call's. Where there is no plan it belongs to one layout of calls, and stands for it: it is
+    compared by identity.
     """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
 
     def keep(self, layout: Hashable, made: Result) -> Result:
         if len(self) >= _LAYOUTS:
             self.clear()
         self[layout] = made
         return made
+
+
+def layout_of(*tensors: Tensor | None) -> tuple[object, ...]:
+    """All that a check may look at of tensors, but for their addresses."""
+    return tuple(
+        [
+            None if x is None else (x.shape, x.stride(), x.dtype, x.get_device() + 1 or x.device)
+            for x in tensors
+        ]
+    )
 
 
 class _Leaf(NamedTuple):
@@ -128,18 +123,16 @@ def _learn(layout: _Layout, values: tuple[object, ...]) -> _Layout:
     return learned
 
 
-def _signature_function(
-    layout: _Layout, addresses: Collection[int], any_length: Collection[int]
-) -> Callable[..., Hashable]:
+def _signature_function(layout: _Layout) -> Callable[..., Hashable]:
     """A function of a call's arguments: a tuple of all that may be looked at.
 
     It runs in every call, so it is compiled for the arguments that come, without a loop.
     """
     lines, facts = [], []
     for position, leaf in enumerate(layout):
-        name, kind = f"x{position}", (position in addresses, position in any_length)
+        name = f"x{position}"
         if isinstance(leaf, _Leaf):
-            facts.append(_facts(name, leaf, name, *kind))
+            facts.append(_facts(name, leaf, name))
             continue
         elements = [f"{name}_{i}" for i in range(len(leaf))]
         unpacked = "".join(f"{element}, " for element in elements)
@@ -151,7 +144,7 @@ def _signature_function(
         ]
         facts.append(f"{name} is None")
         for element, one, before in zip(elements, leaf, [name, *elements], strict=False):
-            facts.append(_facts(element, one, before, *kind))
+            facts.append(_facts(element, one, before))
     names = ", ".join(f"x{position}" for position in range(len(layout)))
     source = "\n".join((f"def signature({names}):", *lines, f"    return ({', '.join(facts)},)"))
     scope: dict[str, Callable[..., Hashable]] = {}
@@ -159,15 +152,13 @@ def _signature_function(
     return scope["signature"]
 
 
-def _facts(name: str, leaf: _Leaf, before: str, by_address: bool, any_length: bool) -> str:
+def _facts(name: str, leaf: _Leaf, before: str) -> str:
     """Source text: what may be looked at of the argument ``name``."""
     if not leaf.tensor:
         return name
-    shape = f"{name}.shape[1:]" if any_length else f"{name}.shape"
-    # an address tells the device; the number of a GPU is compared faster than a torch.device (those
-    # without one give -1)
-    device = f"{name}.data_ptr()" if by_address else f"{name}.get_device() + 1 or {name}.device"
-    text = f"{shape}, {name}.stride(), {name}.dtype, {device}"
+    # the number of a GPU is compared faster than a torch.device (those without one give -1)
+    device = f"{name}.get_device() + 1 or {name}.device"
+    text = f"{name}.shape, {name}.stride(), {name}.dtype, {device}"
     if leaf.again:
         text = f"'again' if {name} is {before} else ({text})"
     if leaf.other:

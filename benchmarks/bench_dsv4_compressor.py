@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import functools
-import itertools
 import json
 import subprocess
 import sys
@@ -48,16 +47,12 @@ from benchmarks import dsv4_low_ratio
 from benchmarks import dsv4_records as records
 from benchmarks.empty_launch import empty_launch_ms
 from benchmarks.peers import dsv4_sglang, dsv4_vllm
-from dsv4_backend import SeqLens, compress_norm_rope_hadamard_, quantise_indexer_queries
-from dsv4_backend.queries import Queries
-from dsv4_backend.testing.engine import default_device, make_spec
+from dsv4_backend import SeqLens, compress_norm_rope_hadamard_
+from dsv4_backend.testing.engine import default_device
 from dsv4_backend.testing.steps import TimedStep, make_step, rope_table
 
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-QUERIES = (1, 64, 512, 4096)
-FORMATS = ("indexer_fp8", "indexer_mxfp4")
-INDEXER_HEADS = 64
 CUDA = torch.device("cuda", 0)
 PARTS = (("main", 4), ("indexer", 4), ("both", 4), ("main", 128))
 PEERS = {"paged": ("vllm", "vllm_cutedsl"), "ring": ("sglang_jit",)}
@@ -73,7 +68,6 @@ class Peers:
 
     make: dict[str, Callable[[TimedStep], Step]] = field(default_factory=dict)
     refused: dict[str | tuple[str, str | int], str] = field(default_factory=dict)
-    queries: Callable[..., Any] | None = None
     low_ratio: Any = None
     sglang_low_ratio: Any = None
 
@@ -118,7 +112,6 @@ def load_peers(vllm: Path | None, sglang: Path | None, only: str | None = None) 
             raise ImportError("--vllm-source was not given")
         loaded = dsv4_vllm.load(vllm.resolve())
         found.make["vllm"] = lambda part: dsv4_vllm.triton_step(loaded, part)
-        found.queries = loaded.queries
         found.low_ratio = dsv4_vllm.load_low_ratio()
         dsv4_vllm.load_cutedsl(loaded)
         found.make["vllm_cutedsl"] = lambda part: dsv4_vllm.upstream_step(loaded, part)
@@ -241,39 +234,6 @@ def floor_bytes(part: TimedStep) -> int:
     return part.floor_bytes()
 
 
-def measure_queries(
-    cache_format: str, rotate: bool, n: int, peers: Peers, bandwidth: float, task: int
-) -> dict[str, Any]:
-    """The indexer's queries of n tokens; vLLM's kernel does not rotate."""
-    spec = make_spec(cache_format, rotate=rotate, rope_layout="split")
-    q = torch.randn(n, INDEXER_HEADS, 128, device="cuda", dtype=torch.bfloat16)
-    weights = torch.randn(n, INDEXER_HEADS, device="cuda", dtype=torch.bfloat16)
-    positions = torch.randint(4096, 8192, (n,), device="cuda")
-    scales = (128**-0.5, INDEXER_HEADS**-0.5)
-
-    def call() -> Queries:
-        return quantise_indexer_queries(spec, q, positions, rope_table(CUDA), weights, *scales)
-
-    name = f"queries_{cache_format.removeprefix('indexer_')}"
-    row = new_row(("decode", name, 4, n, "all"), rotate=rotate)
-    take_times(row, "ours", call)
-    moved = q.nbytes + n * INDEXER_HEADS * (spec.record.record_bytes + 2)
-    row["floor_ms"] = moved / (bandwidth * 1e6)
-    is_fp4 = cache_format == "indexer_mxfp4"
-    # vLLM's kernel for fp4 is of sm_100 instructions
-    if peers.queries is None or rotate or (is_fp4 and torch.cuda.get_device_capability() < (10, 0)):
-        return row
-    queries = peers.queries
-
-    def theirs() -> Any:
-        return queries(positions, q, rope_table(CUDA), weights, *scales, use_fp4=is_fp4)
-
-    codes = theirs()[0][0] if is_fp4 else theirs()[0].view(torch.uint8)
-    row["vllm_equal_bytes"] = float((codes == call()[0]).float().mean())
-    take_times(row, "vllm", theirs)
-    return row
-
-
 def in_place_call(n: int, selection: Selection[Any, Any]) -> Step:
     """The in-place operator on n pooled rows of the indexer."""
     x, weight = torch.randn(n, 128, device=CUDA), torch.ones(128, device=CUDA)
@@ -299,9 +259,6 @@ def tasks(only: str | None = None) -> list[Callable[[Peers, float, int], dict[st
     for layout in PEERS:
         for case in cases():
             found.append(functools.partial(measure, layout, case))
-    for cache_format, rotate in itertools.product(FORMATS, (False, True)):
-        for n in QUERIES:
-            found.append(functools.partial(measure_queries, cache_format, rotate, n))
     return found
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from backend_core.ready import Prepared
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.records import write_record
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
@@ -31,7 +32,6 @@ from kda_backend import layer, reference
 from kda_backend.contract.values import (
     ConvInputs,
     GateSpec,
-    Kept,
     NormInputs,
     PrefillCall,
     StateRef,
@@ -178,7 +178,7 @@ class Layer:
         out = torch.empty_like(tokens.out)
         of_values = ConvInputs(window[:, first:], weights.conv[first:])
         one = out.unsqueeze(0)
-        call = PrefillCall(rows, weights.gate, plan, state, one, None, self.scratch, Kept())
+        call = PrefillCall(rows, weights.gate, plan, state, one, None, self.scratch, Prepared())
         _, prefill = path_of(selection, rows, plan, state)
         norm = NormInputs(weights.norm, tokens.gate, weights.norm_eps)
         return {

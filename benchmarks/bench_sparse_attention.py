@@ -161,15 +161,17 @@ def int8_rows(
     found = beside(others or {}, flops)
     for name in MODES:
         mode = MODES[name]
-        ready = sage.quantise(q, k, v, mode, SCALE, plan.block_n, "triton")
+        ready = sage.quantise(q, k, v, mode, SCALE, plan.block_n)
         kernel = timed(
-            functools.partial(quantised_run(ready, plan, params), ready, plan, SCALE, out, lse),
+            functools.partial(
+                quantised_run(ready, plan, params).attend, ready, plan, SCALE, out, lse
+            ),
             flops,
             name,
         )
         if name == "int8":
             alone = timed(
-                lambda: sage.quantise(q, k, v, mode, SCALE, plan.block_n, "triton"),  # noqa: B023
+                lambda: sage.quantise(q, k, v, mode, SCALE, plan.block_n),  # noqa: B023
                 name="quantisation",
             )
             yield Row(f"quantisation, {work}", shape, 1.0, "int8", alone, alone)

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backend_core.contracts import check_scale, expect_kernel_device
+from backend_core.contracts import check_scale
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection, forced, select
+from backend_core.ready import layout_of
 from backend_core.tables.schema import KernelPath, NoParams
 from backend_core.tables.select import load_table
 from backend_core.target import Target, detect_target
-from block_sparse_backend.contract import BlockSparseInputs, check_block_sparse, check_kernel
+from block_sparse_backend.contract import BlockSparseInputs, check_block_sparse
+from block_sparse_backend.dense16 import BlockSparsePath, BlockSparseRun
 from block_sparse_backend.launch_params import TABLES
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.spec import BlockSparseSpec
@@ -58,24 +60,44 @@ def block_sparse_attention(
     """
     if is_elsewhere(q):
         return run_there(q, block_sparse_attention, locals())
+    off = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    layout = layout_of(q, k, v, out, lse), off, scale, path
+    run: BlockSparseRun | None = plan.prepared.get(layout)
+    if run is None:
+        run = plan.prepared.keep(layout, _prepare(q, k, v, plan, out, lse, scale, path))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if out is None:
+        out = empty_output(q, v.shape[3])
+    if lse is None:
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    run(BlockSparseInputs(q, k, v, plan, scale, out, lse))
+    return out, lse
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    out: Tensor | None,
+    lse: Tensor | None,
+    scale: float | None,
+    path: str | None,
+) -> BlockSparseRun:
+    """Check a call and choose its path."""
     check_block_sparse(q, k, v, plan, out, lse)
     if path not in (None, *PATHS):
         raise ValueError(f"path must be one of {PATHS}, got {path!r}")
     spec = BlockSparseSpec.of(q, k, v, plan)
     selection = selection_for("block_sparse", q.device, spec, path)
-    if q.numel() and selection.row(len(plan.work)).name != "torch":
-        check_kernel(q, k, v, plan)
-        expect_kernel_device("q", q)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    check_scale(scale)
-    if out is None:
-        out = empty_output(q, v.shape[3])
-    if lse is None:
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if q.numel():
-        run = selection.run(len(plan.work))
-        run(BlockSparseInputs(q, k, v, plan, scale, out, lse))
-    return out, lse
+    if scale is not None:
+        check_scale(scale)
+    if not q.numel():
+        return lambda x: None
+    chosen: BlockSparsePath = selection.run(len(plan.work))
+    run = chosen.prepare(BlockSparseInputs(q, k, v, plan, 1.0, q, q))
+    selection.expect_device("q", q)
+    return run
 
 
 def selection_for(

@@ -10,6 +10,7 @@ from torch import Tensor
 from backend_core.contracts import check_scale, expect_device, expect_shape, once
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection
+from backend_core.ready import layout_of
 from block_sparse_backend.block_sparse import empty_output, selection_for
 from block_sparse_backend.contract import (
     check_block_sparse,
@@ -17,13 +18,11 @@ from block_sparse_backend.contract import (
     check_quantised_plan,
     check_tensors,
 )
-from block_sparse_backend.dense8 import QuantisedRun
+from block_sparse_backend.dense8 import QuantisedPath
 from block_sparse_backend.plan import intervals, predicted
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice
 from block_sparse_backend.spec import QuantisedSpec
-from block_sparse_backend.variants import masks, sage
-from block_sparse_backend.variants.pooled import Pooled, pool
 from block_sparse_backend.variants.sage import SageMode
 
 DEFAULT_MODE = SageMode()
@@ -68,46 +67,35 @@ def quantised_attention(
     if is_elsewhere(q):
         return run_there(q, quantised_attention, locals())
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    tensors = (plan.rows, plan.cols, plan.work, plan.sequences)
-    kind = (plan.num_heads, plan.block_m, plan.block_n, plan.has_partial, plan.mask)
-    chosen, run = _prepared(q, k, v, out, tensors, kind, plan.is_packed, scale, mode, path)
+    layout = layout_of(q, k, v, out), scale, mode, path
+    run: QuantisedPath | None = plan.prepared.get(layout)
+    if run is None:
+        run = plan.prepared.keep(layout, _prepare(q, k, v, out, plan, scale, mode, path))
     out = empty_output(q, q.shape[3]) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel():
-        x = sage.quantise(q, k, v, mode, scale, plan.block_n, chosen)
-        run(x, plan, scale, out, lse)
+        run.attend(run.quantise(q, k, v, scale), plan, scale, out, lse)
     return out, lse
 
 
-@once
-def _prepared(
+def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor | None,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    kind: tuple[int, int, int, bool, masks.Mask],
-    is_packed: bool,
+    plan: BlockPlan,
     scale: float,
     mode: SageMode,
     path: str | None,
-) -> tuple[str, QuantisedRun]:
-    """The path of a call and what runs it, after a check of its arguments.
-
-    Args:
-        tensors, kind: of the plan, as ``BlockPlan`` takes them.
-    """
-    heads, block_m, block_n, has_partial, mask = kind
-    blocks = heads, block_m, block_n
-    plan = BlockPlan(*tensors, *blocks, has_partial, mask, is_packed=is_packed)
+) -> QuantisedPath:
+    """The path of a call, after a check of its arguments."""
     check_block_sparse(q, k, v, plan, out, None)
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
     check_scale(scale)
     programs = len(plan.work)
     selection = _select(q, k, mode, (plan.block_m, plan.block_n), programs, path)
-    run = selection.for_spec(selection.spec.of_plan(plan)).run(programs)
-    return selection.row(programs).name, run
+    return selection.for_spec(selection.spec.of_plan(plan)).run(programs)
 
 
 def packed_attention(
@@ -166,35 +154,9 @@ def packed_attention(
         block_n=block_n,
     )
     selection = _select(q, k, PACKED_MODE, (block_m, block_n), len(plan.work), path)
-    chosen = selection.row(len(plan.work)).name
-    if chosen == "torch":
-        _one_by_one(q, k, v, plan, is_causal, scale, out)
-        return out
-    x = sage.quantise(q, k, v, PACKED_MODE, scale, block_n, chosen, packed=plan)
-    selection.for_spec(selection.spec.of_plan(plan)).run(len(plan.work))(x, plan, scale, out, None)
+    run = selection.for_spec(selection.spec.of_plan(plan)).run(len(plan.work))
+    run.packed(q, k, v, plan, scale, out)
     return out
-
-
-def _one_by_one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: BlockPlan,
-    is_causal: bool,
-    scale: float,
-    out: Tensor,
-) -> None:
-    """Fills ``out`` of packed sequences."""
-    make = intervals.causal if is_causal else intervals.dense
-    for _, first, m, first_key, n, _ in plan.sequences.tolist():
-        if m and n:
-            at, keys = slice(first, first + m), slice(first_key, first_key + n)
-            blocks = plan.block_m, plan.block_n
-            one = make(m, n, q.shape[1], block_m=blocks[0], block_n=blocks[1], device=q.device)
-            own = q[:, :, at], k[:, :, keys], v[:, :, keys]
-            out[:, :, at] = quantised_attention(
-                *own, one, scale=scale, mode=PACKED_MODE, path="torch"
-            )[0]
 
 
 def predicted_attention(
@@ -231,18 +193,11 @@ def predicted_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     selection, programs = _prepared_prediction(q, k, v, out, scale, mode, blocks, path)
     choice.check_heads(q.shape[1])
-    row, spec = selection.row(programs), selection.spec
-    chosen, (block_m, block_n) = row.name, (spec.block_m, spec.block_n)
-    pooled = None
-    if chosen == "triton":
-        pooled = Pooled.empty(q, k, block_m, block_n, choice.has_likeness)
-    x = sage.quantise(q, k, v, mode, scale, block_n, chosen, pooled)
-    if pooled is None:
-        pooled = pool(q, k, (block_m, block_n), choice.has_likeness, chosen)
-    plan = predicted.from_pooled(pooled, choice, scale, chosen)
+    x, plan = selection.run(programs).predict(q, k, v, choice, scale)
     out = empty_output(q, q.shape[3]) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    selection.for_spec(spec.of_plan(plan)).run(programs)(x, plan, scale, out, lse)
+    run = selection.for_spec(selection.spec.of_plan(plan)).run(programs)
+    run.attend(x, plan, scale, out, lse)
     return out, lse, plan
 
 
@@ -256,7 +211,7 @@ def _prepared_prediction(
     mode: SageMode,
     blocks: tuple[int, int] | None,
     path: str | None,
-) -> tuple[Selection[QuantisedSpec, QuantisedRun], int]:
+) -> tuple[Selection[QuantisedSpec, QuantisedPath], int]:
     """The paths for a call and its number of programs, after a check of its arguments."""
     check_tensors(q, k, v, out, None)
     block_m, block_n = default_blocks(q.device) if blocks is None else blocks
@@ -274,9 +229,9 @@ def _select(
     blocks: tuple[int, int],
     programs: int,
     path: str | None,
-) -> Selection[QuantisedSpec, QuantisedRun]:
+) -> Selection[QuantisedSpec, QuantisedPath]:
     """The paths for a call; ``path`` is the caller's choice."""
-    predicted.path_of(q, path)
+    predicted.runs_kernels(q, path)  # or its path is refused
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     spec = QuantisedSpec(mode, heads, group, q.shape[3], *blocks)
     selection = selection_for("block_sparse_int8", q.device, spec)

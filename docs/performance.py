@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from docs.performance_parts import block_sparse, calls, drop_ins, dsv4, engines, kda, mla
+from docs.performance_parts import block_sparse, drop_ins, dsv4, engines, kda, mla
 from docs.performance_parts.page import ROOT, best, load, mean, table
 
 DOCS = ROOT / "docs"
@@ -84,10 +84,7 @@ def pages() -> dict[str, tuple[str, list[str]]]:
             [*mla.mla_decode(), *mla.shared_prompts(), *mla.named_rows()],
         ),
         "block-sparse": ("Block-sparse and 8-bit attention", block_sparse.block_sparse()),
-        "drop-ins": (
-            "Drop-ins, and what calls cost the host",
-            [*drop_ins.drop_ins(), *calls.host_times()],
-        ),
+        "drop-ins": ("Drop-ins", drop_ins.drop_ins()),
     }
 
 

@@ -74,14 +74,6 @@ class DecodeC128Params(DecodeParams):
 
 
 @dataclass(frozen=True)
-class QueriesParams:
-    """``quantise_indexer_queries``: ``heads`` heads of a token per program."""
-
-    num_warps: int
-    heads: int
-
-
-@dataclass(frozen=True)
 class OneLaunchParams:
     """A prefill step in one launch.
 
@@ -144,7 +136,6 @@ _DECODE_C4 = {"one_launch": DecodeC4Params, "torch": NoParams}
 _DECODE_C128 = {"one_launch": DecodeC128Params, "torch": NoParams}
 _PREFILL_C4 = {"one_launch": OneLaunchParams, "two_launch": TwoLaunchParams, "torch": NoParams}
 _PREFILL_C128 = {"column_split": ColumnSplitParams, "torch": NoParams}
-_QUERIES = {"in_registers": QueriesParams, "torch": NoParams}
 _LOW_RATIO = {
     "one_launch": LowRatioStepParams,
     "two_launch": LowRatioTwoParams,
@@ -174,7 +165,6 @@ TABLES = TableSchema(
         Operator("indexer_prefill", paths=_PREFILL_C4, **_PREFILL),
         Operator("main_c4_prefill", paths=_PREFILL_C4, **_PREFILL),
         Operator("main_c128_prefill", paths=_PREFILL_C128, **_PREFILL),
-        Operator("queries", "tokens times heads", _QUERIES, "dsv4_backend.queries"),
         Operator("low_ratio", "tokens", _LOW_RATIO, "dsv4_backend.low_ratio"),
         Operator("in_place_128", **_ROWS),
         Operator("in_place_512", **_ROWS),

@@ -8,47 +8,30 @@ vLLM names the state row of each token. sglang names its request, whose number i
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from backend_core.contracts import (
-    expect_device,
-    expect_dtype,
-    expect_shape,
-    expect_stride,
-    interprets,
-)
+from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
 from backend_core.operator import Selection, select
+from backend_core.ready import Prepared
 from backend_core.target import Target, detect_target
 from dsv4_backend.contract.calls import check_records
 from dsv4_backend.contract.values import ROW_DTYPES, check_index
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.selection import expect_operator
 from dsv4_backend.spec import LATENT_DIM, LowRatioLayer, LowRatioSpec
+from dsv4_backend.step import CompressorPath, Look, expect_rows
 
 if TYPE_CHECKING:
-    from backend_core.launch.triton import Argument, Packed
+    from backend_core.launch.triton import Argument
 
 OPERATOR = "low_ratio"
 RING_ROWS = 8
 """The fewest rows of a ring of vLLM's: those of a step in one launch, and the row before them."""
-
-LAYER = (
-    *("state_ptr", "stride_state_b", "stride_state_r", "weight_ptr", "wk_ptr", "stride_wk_n"),
-    *("key_weight_ptr", "table_ptr", "stride_table_p", "cache_ptr", "stride_cache_p"),
-    *("index_cache_ptr", "stride_index_cache_p", "eps"),
-)
-"""The kernels' arguments that stay while the layer and its caches do."""
-PLAN = (
-    *("position_ptr", "state_slot_ptr", "request_ptr", "query_start_ptr", "slot_ptr"),
-    *("index_slot_ptr", "num_requests", "num_tokens"),
-)
-"""The kernels' arguments that a step plan has."""
 
 
 class GroupEnd(NamedTuple):
@@ -139,21 +122,28 @@ class LowRatioStep:
     def device(self) -> torch.device:
         return self.positions.device
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """All that a check may look at."""
+        return type(self), self.device, self.state_slots is None
+
     @cached_property
-    def packed(self) -> Packed:
-        """``PLAN``, prepared once for all launches of the step."""
-        from backend_core.launch.triton import pack  # the torch path needs no triton
+    def prepared(self) -> Prepared:
+        """The launches of the step's calls, by the layout of their tensors."""
+        return Prepared()
 
-        values: list[Argument] = [self.positions, self.state_slots, self.requests]
-        values += [self.query_starts, self.slots, self.index_slots]
-        values += [self.num_requests, self.num_tokens]
-        return pack(values)
-
-    def without_work(self) -> LowRatioStep:
-        """This plan for launches of no programs: what it launches is compiled and loaded."""
-        nothing = copy.copy(self)
-        nothing.__dict__.update(packed=self.packed, num_tokens=0, num_latents=0)
-        return nothing
+    def kernel_arguments(self) -> dict[str, Argument]:
+        """The kernels' arguments by name that a step plan has."""
+        return {
+            "position_ptr": self.positions,
+            "state_slot_ptr": self.state_slots,
+            "request_ptr": self.requests,
+            "query_start_ptr": self.query_starts,
+            "slot_ptr": self.slots,
+            "index_slot_ptr": self.index_slots,
+            "num_requests": self.num_requests,
+            "num_tokens": self.num_tokens,
+        }
 
     def state_rows(self, ring_rows: int) -> torch.Tensor:
         """The state row of each token, < 0 of padding, [T] int64; empty of ratio 1."""
@@ -193,7 +183,7 @@ class LowRatioStep:
 
 @dataclass(slots=True, eq=False)
 class LowRatioCall:
-    """A layer with the tensors of one call; ``packed`` is ``LAYER``.
+    """A layer with the tensors of one call.
 
     With ``score`` [T, 512] of ratio 2, ``kv_score`` [T, 512] has the other half of the rows.
     """
@@ -204,27 +194,101 @@ class LowRatioCall:
     cache: torch.Tensor
     index_cache: torch.Tensor
     score: torch.Tensor | None = None
-    packed: Packed | None = None
 
-    def pack(self) -> Packed:
-        """``LAYER`` of this call."""
-        from backend_core.launch.triton import pack
+    def arguments(self) -> dict[str, Any]:
+        layer = self.layer
+        return {
+            "input_ptr": self.kv_score,
+            "score_ptr": self.score,
+            "state_ptr": self.state,
+            "weight_ptr": layer.norm_weight,
+            "wk_ptr": layer.key_projection,
+            "key_weight_ptr": layer.key_norm_weight,
+            "table_ptr": layer.rope_table,
+            "cache_ptr": self.cache,
+            "index_cache_ptr": self.index_cache,
+            "eps": layer.spec.eps,
+        }
 
-        layer, state = self.layer, self.state
-        strides = (None, None) if state is None else state.stride()[:2]
-        values: tuple[Argument, ...] = (
-            *(state, *strides, layer.norm_weight),
-            *(layer.key_projection, layer.key_projection.stride()[0], layer.key_norm_weight),
-            *(layer.rope_table, layer.rope_table.stride()[0], self.cache, self.cache.stride()[0]),
-            *(self.index_cache, self.index_cache.stride()[0], layer.spec.eps),
+    def look(self) -> Look:
+        layer, x, cache, index = self.layer, self.kv_score, self.cache, self.index_cache
+        state, at_state, of_state = self.state, 0, None
+        score, at_score, of_score = self.score, 0, None
+        if state is not None:
+            at_state = state.data_ptr()
+            of_state = state.shape, state.stride(), state.dtype, state.get_device()
+        if score is not None:
+            at_score = score.data_ptr()
+            of_score = score.shape[1:], score.stride(), score.dtype, score.get_device()
+        at = (
+            *(x.data_ptr(), at_score, at_state, layer.norm_weight.data_ptr()),
+            *(layer.key_projection.data_ptr(), layer.key_norm_weight.data_ptr()),
+            *(layer.rope_table.data_ptr(), cache.data_ptr(), index.data_ptr()),
         )
-        return pack(values)
+        layout = (
+            *(layer.layout, x.shape[1:], x.stride(), x.dtype, x.get_device() + 1 or x.device),
+            *(cache.shape, cache.stride(), cache.dtype, cache.get_device() + 1 or cache.device),
+            *(index.shape, index.stride(), index.dtype, index.get_device() + 1 or index.device),
+            *(of_state, of_score),
+        )
+        joined = at[0] | at_score | at_state | at[3] | at[4] | at[5] | at[6] | at[7] | at[8]
+        return at, joined, layout
 
+    def expect_rows(self, plan: LowRatioStep) -> None:
+        expect_rows("kv_score", self.kv_score, plan.num_tokens)
+        if self.score is not None:
+            expect_rows("score", self.score, plan.num_tokens)
 
-class LowRatioRun(Protocol):
-    """One kernel path, bound to a kind of compressor and the rows of its rings."""
+    def paths(
+        self,
+        plan: LowRatioStep,
+        target: Target | None,
+        selection: Selection[LowRatioStepSpec, CompressorPath] | None,
+    ) -> Selection[LowRatioStepSpec, CompressorPath]:
+        self._check(plan)
+        rows = 1 if self.state is None else self.state.shape[1]
+        spec = LowRatioStepSpec(self.layer.spec, rows)
+        if selection is None:
+            return select(TABLES, OPERATOR, target or detect_target(plan.device), spec)
+        return expect_operator(selection, OPERATOR).for_spec(spec)
 
-    def __call__(self, call: LowRatioCall, plan: LowRatioStep, /) -> None: ...
+    def _check(self, plan: LowRatioStep) -> None:
+        layer, kv_score, state, score = self.layer, self.kv_score, self.state, self.score
+        spec, device = layer.spec, layer.key_projection.device
+        expect_shape("kv_score", kv_score, ("T", spec.row_width if score is None else LATENT_DIM))
+        expect_dtype("kv_score", kv_score, *(ROW_DTYPES if state is None else (torch.float32,)))
+        expect_stride("kv_score", kv_score, 1, 1)
+        if (state is None) != (spec.compress_ratio == 1):
+            must = "None" if spec.compress_ratio == 1 else "a tensor"
+            raise ValueError(f"state must be {must} for ratio {spec.compress_ratio}, got {state!r}")
+        if state is not None:
+            expect_shape("state", state, ("rings", "rows", spec.row_width))
+            expect_dtype("state", state, torch.float32)
+            expect_stride("state", state, 2, 1)
+            expect_device("state", state, device)
+            if state.shape[1] < 2:
+                raise ValueError(f"state must have rings of at least 2 rows, got {state.shape[1]}")
+        if score is not None:
+            if state is None:
+                raise ValueError("score must be None for ratio 1")
+            expect_shape("score", score, ("T", LATENT_DIM))
+            expect_dtype("score", score, torch.float32)
+            if score.stride() != kv_score.stride():
+                raise ValueError(
+                    f"score must have the strides of kv_score, {kv_score.stride()}, "
+                    f"got {score.stride()}"
+                )
+            expect_device("score", score, device)
+        check_records("cache", spec.main, self.cache)
+        check_records("index_cache", spec.index, self.index_cache)
+        caches = ("cache", self.cache), ("index_cache", self.index_cache)
+        for name, tensor in (("kv_score", kv_score), *caches):
+            expect_device(name, tensor, device)
+        if plan.device != device:
+            raise ValueError(f"step_plan must be on {device} (as the layer is), got {plan.device}")
+        if (plan.state_slots is None) != (state is None):
+            must = "None" if state is None else "given"
+            raise ValueError(f"state_slots must be {must} for ratio {spec.compress_ratio}")
 
 
 @dataclass(frozen=True)
@@ -235,116 +299,12 @@ class LowRatioStepSpec:
     state_block: int
 
 
-@dataclass(frozen=True, eq=False)
-class LowRatioBound:
-    """What calls that agree share; ``packed`` as in `dsv4_backend.step.Bound`."""
-
-    selection: Selection[LowRatioStepSpec, LowRatioRun]
-    packed: Packed | None
-
-
 def low_ratio_selection(
     target: Target, spec: LowRatioSpec, state_block: int = RING_ROWS
-) -> Selection[LowRatioStepSpec, LowRatioRun]:
+) -> Selection[LowRatioStepSpec, CompressorPath]:
     """The operator's paths for a kind of compressor, by tokens and the longest chunk.
 
     Raises:
         LookupError: there is no table for the target.
     """
     return select(TABLES, OPERATOR, target, LowRatioStepSpec(spec, state_block))
-
-
-def bind(
-    layer: LowRatioLayer,
-    kv_score: torch.Tensor,
-    state: torch.Tensor | None,
-    cache: torch.Tensor,
-    index_cache: torch.Tensor,
-    score: torch.Tensor | None,
-    weights: tuple[int, ...],
-    plan_device: torch.device,
-    target: Target | None,
-    selection: Selection[LowRatioStepSpec, LowRatioRun] | None,
-) -> LowRatioBound:
-    """Check a call, and select and bind its paths; ``weights``: the addresses of the layer's."""
-    spec, device = layer.spec, layer.key_projection.device
-    expect_shape("kv_score", kv_score, ("T", spec.row_width if score is None else LATENT_DIM))
-    expect_dtype("kv_score", kv_score, *(ROW_DTYPES if state is None else (torch.float32,)))
-    expect_stride("kv_score", kv_score, 1, 1)
-    if (state is None) != (spec.compress_ratio == 1):
-        must = "None" if spec.compress_ratio == 1 else "a tensor"
-        raise ValueError(f"state must be {must} for ratio {spec.compress_ratio}, got {state!r}")
-    if state is not None:
-        expect_shape("state", state, ("rings", "rows", spec.row_width))
-        expect_dtype("state", state, torch.float32)
-        expect_stride("state", state, 2, 1)
-        expect_device("state", state, device)
-        if state.shape[1] < 2:
-            raise ValueError(f"state must have rings of at least 2 rows, got {state.shape[1]}")
-    if score is not None:
-        if state is None:
-            raise ValueError("score must be None for ratio 1")
-        expect_shape("score", score, ("T", LATENT_DIM))
-        expect_dtype("score", score, torch.float32)
-        if score.stride() != kv_score.stride():
-            raise ValueError(
-                f"score must have the strides of kv_score, {kv_score.stride()}, "
-                f"got {score.stride()}"
-            )
-        expect_device("score", score, device)
-    check_records("cache", spec.main, cache)
-    check_records("index_cache", spec.index, index_cache)
-    for name, tensor in (("kv_score", kv_score), ("cache", cache), ("index_cache", index_cache)):
-        expect_device(name, tensor, device)
-    if plan_device != device:
-        raise ValueError(f"step_plan must be on {device} (as the layer is), got {plan_device}")
-    bound = LowRatioStepSpec(spec, 1 if state is None else state.shape[1])
-    if selection is None:
-        selection = select(TABLES, OPERATOR, target or detect_target(plan_device), bound)
-    else:
-        selection = expect_operator(selection, OPERATOR).for_spec(bound)
-    selection.expect_device("kv_score", kv_score)
-    call = LowRatioCall(layer, kv_score, state, cache, index_cache, score)
-    return LowRatioBound(
-        selection, call.pack() if selection.has_kernels and not interprets() else None
-    )
-
-
-def bound_low_ratio(
-    call: LowRatioCall,
-    plan: LowRatioStep,
-    target: Target | None,
-    selection: Selection[Any, Any] | None,
-    bind: Callable[..., LowRatioBound],
-) -> Selection[LowRatioStepSpec, LowRatioRun]:
-    """Check a call or find that one like it was, make it ready, and return its paths.
-
-    Args:
-        bind: `bind`, or what keeps its results for calls that agree.
-    """
-    layer = call.layer
-    tensors = (layer.norm_weight, layer.key_projection, layer.key_norm_weight, layer.rope_table)
-    bound = bind(
-        layer,
-        call.kv_score,
-        call.state,
-        call.cache,
-        call.index_cache,
-        call.score,
-        tuple(tensor.data_ptr() for tensor in tensors),
-        plan.device,
-        target,
-        selection,
-    )
-    for name, rows in (("kv_score", call.kv_score), ("score", call.score)):
-        if rows is not None and rows.shape[0] < plan.num_tokens:
-            raise ValueError(
-                f"{name} must have at least {plan.num_tokens} rows (tokens of the step plan), "
-                f"got {rows.shape[0]}"
-            )
-    if (plan.state_slots is None) != (call.state is None):
-        must = "None" if call.state is None else "given"
-        raise ValueError(f"state_slots must be {must} for ratio {layer.spec.compress_ratio}")
-    # the interpreter reads tensors, which nothing may keep
-    call.packed = bound.packed or (call.pack() if interprets() else None)
-    return bound.selection

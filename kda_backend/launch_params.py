@@ -6,13 +6,11 @@ Imports no torch: tables are read where it is not installed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from operator import methodcaller
+from typing import Any, Literal
 
 from backend_core.tables.schema import NoParams, Operator, TableSchema
 from kda_backend.spec import CHUNK
-
-if TYPE_CHECKING:
-    from kda_backend.selection import KdaShape
 
 EvictionHint = Literal["", "evict_first", "evict_last"]
 Warps = Literal[1, 2, 4, 8, 16, 32]
@@ -169,9 +167,7 @@ _SEQUENCES = "sequences times value heads of this rank"
 def _operator(
     name: str, grid: str, paths: dict[str, type[Any] | str], unit_tokens: int = 1
 ) -> Operator:
-    def requires(shape: KdaShape) -> frozenset[str]:
-        return shape.requires(name)
-
+    requires = methodcaller("requires", name)
     return Operator(name, grid, paths, f"kda_backend.{name}", requires, unit_tokens)
 
 

@@ -9,29 +9,36 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from backend_core.contracts import expect_stride
+from backend_core.ready import Prepared
 from kda_backend.contract.sequences import check_sequences, check_step_plan
 from kda_backend.contract.tensors import check_slots
 from kda_backend.contract.values import (
     ConvInputs,
     DraftInputs,
     GateSpec,
-    Kept,
     NormInputs,
     PrefillCall,
+    PreparedPrefill,
     RecurrentCall,
-    Relaunch,
     StateRef,
     TokenInputs,
 )
 from kda_backend.layer_checkpoints import Checkpoints, check_checkpoints, store_checkpoints
-from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
+from kda_backend.layer_stages import (
+    check_gated_norm,
+    check_short_conv,
+    gated_norm,
+    prepare_gated_norm,
+    prepare_short_conv,
+    short_conv,
+)
 from kda_backend.operators import kda_decode_step, kda_verify_step
-from kda_backend.prefill.arguments_sm90 import state_addresses
+from kda_backend.prefill.arguments_sm90 import HopperPath, state_addresses
 from kda_backend.prefill.paths import convolves, path_of
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
@@ -39,7 +46,7 @@ from kda_backend.spec import Beta
 from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from backend_core.launch.triton import Again
+    from backend_core.launch.triton import Launch
 
 
 _NONE = [0, 0, 0, 0]  # states inside of the sequences
@@ -98,11 +105,11 @@ class LayerAddresses(NamedTuple):
     continued: int
 
 
-Prefill = Callable[
-    [LayerAddresses, LayerWeights, Projections, torch.Tensor, StateRef, StepPlan, Scratch], object
-]
-"""Runs the prefill of a layer that is laid out as the one which prepared it: addresses, weights,
-projections, pool of windows, state, the step plan and scratch memory."""
+LayerCall: TypeAlias = "tuple[LayerWeights, Projections, torch.Tensor, StateRef, StepPlan, Scratch]"
+"""A layer's prefill as it is called: weights, projections, pool of windows, state, step plan and
+scratch memory."""
+Prefill: TypeAlias = Callable[[LayerAddresses, LayerCall], object]
+"""Runs the prefill of a layer that is laid out as the one which prepared it."""
 
 
 def prefill(
@@ -155,94 +162,99 @@ def prefill(
         *(qkv.stride(), g.stride(), beta.stride(), gate_out.stride(), out.stride()),
         *(conv_pool.stride(), taps.stride(), pool.stride()),
     )
+    call = weights, x, conv_pool, state, step_plan, scratch
     prepared: Prefill | None = step_plan.prepared.get(layout)
-    if prepared is not None:
-        prepared(at, weights, x, conv_pool, state, step_plan, scratch)
-    else:
+    if prepared is None:
         if checkpoints is not None:
             check_checkpoints(checkpoints, x.qkv, step_plan)
-        conv = ConvInputs(conv_pool, weights.conv)
-        rows = _check_sequences(weights, selection, x, conv, state, step_plan)
-        path, run = path_of(selection, rows, step_plan, state)
-        fused = convolves(path, rows, gate, step_plan, state, conv)
-        by_tensors = functools.partial(_by_tensors, selection, run, fused, Kept())
-        again = by_tensors(at, weights, x, conv_pool, state, step_plan, scratch)
-        prepared = by_tensors if again is None else _by_addresses(again, fused, x, conv)
-        step_plan.prepared.keep(layout, prepared)
+        prepared = step_plan.prepared.keep(layout, _prepare(selection, call))
+    prepared(at, call)
     if checkpoints is not None:
         store_checkpoints(x.qkv, conv_pool, checkpoints, step_plan)
 
 
-def _by_tensors(
-    selection: KdaSelection,
-    run: Callable[[PrefillCall], Relaunch | None],
+def _prepare(selection: KdaSelection, call: LayerCall) -> Prefill:
+    """Check a layer's prefill and choose its path. On Hopper its launches are packed with all but
+    the layer's addresses; other paths are given its tensors."""
+    weights, x, conv_pool, state, step_plan, _ = call
+    conv = ConvInputs(conv_pool, weights.conv)
+    rows = _check_sequences(weights, selection, x, conv, state, step_plan)
+    path, run = path_of(selection, rows, step_plan, state)
+    fused = convolves(path, rows, weights.gate, step_plan, state, conv)
+    call_of = functools.partial(_call_of, selection, fused, Prepared())
+
+    def on_tensors(at: LayerAddresses, call: LayerCall) -> None:
+        weights, x, conv_pool, state, step_plan, _ = call
+        of_conv = _convolved(x, ConvInputs(conv_pool, weights.conv), fused)
+        run(call_of(call, short_conv(*of_conv, state, step_plan)))
+        gated_norm(x.out, _norm(weights, x), step_plan)
+
+    if not isinstance(run, HopperPath):
+        return on_tensors
+    rows_in, conv_in = _convolved(x, conv, fused)
+    mixed = torch.empty(*rows_in.shape, dtype=rows_in.dtype, device=rows_in.device)
+    chunked = run.prepare(call_of(call, mixed))
+    if chunked is None:
+        return on_tensors
+    convolve = prepare_short_conv(rows_in, conv_in, state, step_plan)
+    norm = prepare_gated_norm(x.out, _norm(weights, x))
+    pairs = (rows_in, x.qkv), (conv_in.weight, conv.weight), (conv_in.state, conv.state)
+    offsets = [part.data_ptr() - whole.data_ptr() for part, whole in pairs]
+    return _on_addresses(convolve, chunked, norm, fused, mixed, offsets)
+
+
+def _call_of(
+    selection: KdaSelection, fused: bool, layout: Prepared, call: LayerCall, mixed: torch.Tensor
+) -> PrefillCall:
+    """The path's call, with q, k and v, or v alone, from after the convolution."""
+    weights, x, conv_pool, state, step_plan, scratch = call
+    rows, inside = _token_inputs(x, x.qkv if fused else mixed, selection), None
+    if fused:
+        rows = rows._replace(v=mixed.view(rows.v.shape))
+        inside = ConvInputs(conv_pool, weights.conv)
+    out = x.out.unsqueeze(0)
+    return PrefillCall(rows, weights.gate, step_plan, state, out, None, scratch, layout, inside)
+
+
+def _convolved(x: Projections, conv: ConvInputs, fused: bool) -> tuple[torch.Tensor, ConvInputs]:
+    """The rows of the convolution's own launch, and its parameters: those of v alone where the path
+    makes that of q and k."""
+    if not fused:
+        return x.qkv, conv
+    first = x.qkv.shape[1] // 3 * 2
+    return x.qkv[:, first:], ConvInputs(conv.state[:, first:], conv.weight[first:])
+
+
+def _on_addresses(
+    convolve: Launch,
+    chunked: PreparedPrefill,
+    norm: Launch,
     fused: bool,
-    kept: Kept,
-    at: LayerAddresses,
-    weights: LayerWeights,
-    x: Projections,
-    conv_pool: torch.Tensor,
-    state: StateRef,
-    step_plan: StepPlan,
-    scratch: Scratch,
-) -> tuple[Again, Relaunch, Again] | None:
-    """A layer's prefill, and its three parts to be launched again, if all can be.
+    mixed: torch.Tensor,
+    offsets: list[int],
+) -> Prefill:
+    """A layer's prefill of launches that are ready but for addresses.
 
     Args:
-        run: the path; fused: it makes the short convolution of q and k; kept: its own.
+        mixed: like the convolution's output.
+        offsets: bytes before what the convolution's launch takes of qkv, taps and windows.
     """
-    conv, inside = ConvInputs(conv_pool, weights.conv), None
-    if fused:
-        first = x.qkv.shape[1] // 3 * 2  # of v's channels
-        of_values = ConvInputs(conv_pool[:, first:], weights.conv[first:])
-        values, convolved = short_conv(x.qkv[:, first:], of_values, state, step_plan)
-        rows, inside = _token_inputs(x, x.qkv, selection), conv
-        rows = rows._replace(v=values.view(rows.v.shape))
-    else:
-        mixed, convolved = short_conv(x.qkv, conv, state, step_plan)
-        rows = _token_inputs(x, mixed, selection)
-    out = x.out.unsqueeze(0)
-    call = PrefillCall(rows, weights.gate, step_plan, state, out, None, scratch, kept, inside)
-    chunked = run(call)
-    normed = gated_norm(x.out, _norm(weights, x), step_plan)
-    if convolved is None or chunked is None or normed is None:
-        return None
-    return convolved, chunked, normed
+    (tokens, width), dtype, device = mixed.shape, mixed.dtype, mixed.device
+    key_bytes = width // (1 if fused else 3) * dtype.itemsize  # of a token's q, and of its k
+    row_at, tap_at, window_at = offsets
 
-
-def _by_addresses(
-    again: tuple[Again, Relaunch, Again], fused: bool, x: Projections, conv: ConvInputs
-) -> Prefill:
-    """The launches of `_by_tensors` again; ``x`` and ``conv`` are laid out as those that come."""
-    (tokens, channels), dtype, device = x.qkv.shape, x.qkv.dtype, x.qkv.device
-    key_bytes = channels // 3 * dtype.itemsize  # of a token's q, and of its k
-    width, first = (channels // 3, channels // 3 * 2) if fused else (channels, 0)
-    row_at, tap_at, window_at = (
-        first * tensor.stride(dim) * tensor.element_size()
-        for tensor, dim in ((x.qkv, 1), (conv.weight, 0), (conv.state, 1))
-    )
-    convolve, chunked, norm = again
-
-    def launch(
-        at: LayerAddresses,
-        weights: LayerWeights,
-        x: Projections,
-        conv_pool: torch.Tensor,
-        state: StateRef,
-        step_plan: StepPlan,
-        scratch: Scratch,
-    ) -> None:
+    def launch(at: LayerAddresses, call: LayerCall) -> None:
+        weights, _, _, state, _, scratch = call
         qkv, g, beta, gate, o, windows, taps, norm_weight, states, slots, continued = at
         memory = torch.empty(tokens, width, dtype=dtype, device=device)
         mixed = memory.data_ptr()
-        initial = continued or None
-        convolve(qkv + row_at, taps + tap_at, mixed, windows + window_at, slots, initial)
+        convolve((qkv + row_at, taps + tap_at, mixed, windows + window_at, slots, continued))
         q, v = (qkv, mixed) if fused else (mixed, mixed + 2 * key_bytes)
         rows = q, q + key_bytes, v, g, beta, o
         inside = _NONE if state.snapshots is None else state_addresses(state, None)[4:]
         pools = states, states, slots, continued, *inside
         chunked(rows, weights.gate, pools, scratch, (windows, taps) if fused else ())
-        norm(o, gate, norm_weight, o)
+        norm((o, o, gate, norm_weight))
 
     return launch
 
@@ -313,7 +325,7 @@ def decode_or_start(
     """
     conv = ConvInputs(conv_pool, weights.conv)
     _check_sequences(weights, selection, x, conv, state, step_plan)
-    rows = _token_inputs(x, short_conv(x.qkv, conv, state, step_plan)[0], selection)
+    rows = _token_inputs(x, short_conv(x.qkv, conv, state, step_plan), selection)
     run = selection.recurrent.run(step_plan.num_sequences * rows.v.shape[2])
     run(RecurrentCall(rows, weights.gate, step_plan.cu_seqlens, state, x.out.unsqueeze(0)))
     gated_norm(x.out, _norm(weights, x), step_plan)

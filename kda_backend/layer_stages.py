@@ -16,20 +16,20 @@ from kda_backend.spec import CHUNK, CONV_TAPS
 from kda_backend.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from backend_core.launch.triton import Again, KernelLaunch
+    from backend_core.launch.triton import Argument, Grid, KernelLaunch, Launch
 
 
-CONV_TENSORS = (
+CONV_TAKES = (
     *("x_ptr", "conv_weight_ptr", "o_ptr", "conv_state_ptr", "state_indices_ptr"),
     "has_initial_state_ptr",
 )
-NORM_TENSORS = ("x_ptr", "gate_ptr", "weight_ptr", "o_ptr")
-"""The tensors of a layer, as `Again` takes their addresses."""
+NORM_TAKES = ("x_ptr", "o_ptr", "gate_ptr", "weight_ptr")
+"""The arguments whose addresses the prepared launches of these stages take."""
 
 
 def short_conv(
     x: torch.Tensor, conv: ConvInputs, state: StateRef, step_plan: StepPlan
-) -> tuple[torch.Tensor, Again | None]:
+) -> torch.Tensor:
     """SiLU of a causal depthwise convolution of packed sequences; their last tokens stay in a pool.
 
     Args:
@@ -41,31 +41,51 @@ def short_conv(
     The arguments are not checked here: :func:`check_short_conv` does that.
 
     Returns:
-        ``[T, C]`` contiguous, x's dtype; and how to launch a kernel again.
+        ``[T, C]`` contiguous, x's dtype.
     """
     tokens, channels = x.shape
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
-    table = step_plan.chunk_table
-    if table is None:
+    if step_plan.chunk_table is None:
         _short_conv_torch(x, conv, state, step_plan, out)
-        return out, None
+    else:
+        kernel, grid, given = _conv_launch(x, conv, state, step_plan, out)
+        kernel.launch(grid, **given)
+    return out
+
+
+def prepare_short_conv(
+    x: torch.Tensor, conv: ConvInputs, state: StateRef, step_plan: StepPlan
+) -> Launch:
+    """The kernel's launch of :func:`short_conv`, by the addresses of ``CONV_TAKES``."""
+    kernel, grid, given = _conv_launch(x, conv, state, step_plan, torch.empty_like(x))
+    return kernel.prepare(CONV_TAKES, grid, **given)
+
+
+def _conv_launch(
+    x: torch.Tensor, conv: ConvInputs, state: StateRef, step_plan: StepPlan, out: torch.Tensor
+) -> tuple[KernelLaunch, Grid, dict[str, Argument]]:
+    channels, table = x.shape[1], step_plan.chunk_table
+    assert table is not None
     kernel, block = _short_conv_kernel(channels, _has_ptx(x))
-    again = kernel.launch(
-        (step_plan.num_chunks * (-(-channels // block)), 1, 1),
-        x_ptr=x,
-        conv_weight_ptr=conv.weight,
-        o_ptr=out,
-        conv_state_ptr=conv.state,
-        state_indices_ptr=state.indices,
-        has_initial_state_ptr=state.has_initial,
-        cu_seqlens_ptr=step_plan.cu_seqlens,
-        chunk_start_ptr=table.start,
-        chunk_len_ptr=table.length,
-        chunk_offsets_ptr=table.offsets,
-        num_sequences=step_plan.num_sequences,
-        C=channels,
+    grid = step_plan.num_chunks * (-(-channels // block)), 1, 1
+    return (
+        kernel,
+        grid,
+        {
+            "x_ptr": x,
+            "conv_weight_ptr": conv.weight,
+            "o_ptr": out,
+            "conv_state_ptr": conv.state,
+            "state_indices_ptr": state.indices,
+            "has_initial_state_ptr": state.has_initial,
+            "cu_seqlens_ptr": step_plan.cu_seqlens,
+            "chunk_start_ptr": table.start,
+            "chunk_len_ptr": table.length,
+            "chunk_offsets_ptr": table.offsets,
+            "num_sequences": step_plan.num_sequences,
+            "C": channels,
+        },
     )
-    return out, again
 
 
 def check_short_conv(
@@ -87,33 +107,37 @@ def check_short_conv(
         raise ValueError(f"step_plan is of {step_plan.num_tokens} tokens, qkv has {tokens}")
 
 
-def gated_norm(x: torch.Tensor, norm: NormInputs, step_plan: StepPlan) -> Again | None:
+def gated_norm(x: torch.Tensor, norm: NormInputs, step_plan: StepPlan) -> None:
     """``x = x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate)`` over the last dimension.
 
     Args:
         x: ``[T, H, D]``, channels adjacent, as those of the norm's gate are.
         step_plan: with a chunk table the kernel runs, else torch.
 
-    The arguments are not checked here: :func:`check_gated_norm` does that. Returns how to launch a
-    kernel again.
+    The arguments are not checked here: :func:`check_gated_norm` does that.
     """
-    tokens, heads, dim = x.shape
-    weight, gate, eps = norm
     if step_plan.chunk_table is None:
-        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-        x.copy_(y * weight.float() * gate.float().sigmoid())
-        return None
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + norm.eps)
+        x.copy_(y * norm.weight.float() * norm.gate.float().sigmoid())
+        return
+    kernel, grid, given = _norm_launch(x, norm)
+    kernel.launch(grid, **given)
+
+
+def prepare_gated_norm(x: torch.Tensor, norm: NormInputs) -> Launch:
+    """The kernel's launch of :func:`gated_norm`, by the addresses of ``NORM_TAKES``."""
+    kernel, grid, given = _norm_launch(x, norm)
+    return kernel.prepare(NORM_TAKES, grid, **given)
+
+
+def _norm_launch(
+    x: torch.Tensor, norm: NormInputs
+) -> tuple[KernelLaunch, Grid, dict[str, Argument]]:
+    tokens, heads, dim = x.shape
     kernel, block = _gated_norm_kernel(dim, _has_ptx(x))
-    return kernel.launch(
-        (-(-tokens * heads // block), 1, 1),
-        x_ptr=x,
-        gate_ptr=gate,
-        weight_ptr=weight,
-        o_ptr=x,
-        eps=float(eps),
-        num_rows=tokens * heads,
-        HV=heads,
-    )
+    given = {"x_ptr": x, "gate_ptr": norm.gate, "weight_ptr": norm.weight, "o_ptr": x}
+    numbers = {"eps": float(norm.eps), "num_rows": tokens * heads, "HV": heads}
+    return kernel, (-(-tokens * heads // block), 1, 1), given | numbers
 
 
 def check_gated_norm(x: torch.Tensor, norm: NormInputs) -> None:
@@ -166,7 +190,6 @@ def _short_conv_kernel(channels: int, fast_math: bool) -> tuple[KernelLaunch, in
     }
     axes = {"x": "t", "o": "t", "conv_state": "ncw"}
     launch = KernelLaunch(short_conv_kernel, constexprs, {"num_warps": 4}, axes=axes)
-    assert launch.argument_names[: len(CONV_TENSORS)] == CONV_TENSORS
     return launch, block
 
 
@@ -188,7 +211,6 @@ def _gated_norm_kernel(dim: int, fast_math: bool) -> tuple[KernelLaunch, int]:
     }
     axes = {"x": "th", "gate": "th", "o": "th"}
     launch = KernelLaunch(gated_norm_kernel, constexprs, {"num_warps": 4}, axes=axes)
-    assert launch.argument_names[: len(NORM_TENSORS)] == NORM_TENSORS
     return launch, block_r
 
 

@@ -99,7 +99,7 @@ def kda_prefill(
     q, v = tokens.q, tokens.v
     sequences = _num_sequences(q, plan)
     scratch = scratch_of_call(scratch, q.device)
-    selection, is_packed, out_packed, kept = check_sequences(
+    selection, is_packed, out_packed, layout = check_sequences(
         tokens, gate, state, sequences, out, selection
     )
     step_plan = _step_plan(q, plan, cu_seqlens_cpu, selection)
@@ -110,7 +110,7 @@ def kda_prefill(
         chunk_states = tokens.k.new_empty(state.shape(tokens, step_plan.num_chunks))
     written = out if out_packed else packed_rows(out)
     _, run = path_of(selection, tokens, step_plan, state)
-    run(PrefillCall(tokens, gate, step_plan, state, written, chunk_states, scratch, kept))
+    run(PrefillCall(tokens, gate, step_plan, state, written, chunk_states, scratch, layout))
     return SequencesResult(out, state.write if state.final else None, chunk_states)
 
 
@@ -188,7 +188,7 @@ def kda_decode_step(
     """
     if is_elsewhere(tokens.q):
         return run_there(tokens.q, kda_decode_step, locals())
-    chosen, kept = check_step(tokens, gate, state, conv, norm, out, selection)
+    chosen, prepared, _ = check_step(tokens, gate, state, conv, norm, out, selection)
     refuse_gradients(tokens, gate, state, conv, norm)
     assert state.indices is not None and state.read is not None
     check_rows("state_indices", state.indices, "slot", state.read)
@@ -196,10 +196,12 @@ def kda_decode_step(
     if selection is None and not is_aligned(state, conv):
         chosen = selection_for(v.device, replace(chosen.shape, aligned_state=False))
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    run = kept.get(chosen)
+    call = DecodeCall(tokens, gate, state, conv, norm, out, pdl_prefetch_safe)
+    run = prepared.get((chosen, pdl_prefetch_safe))
     if run is None:
-        run = kept[chosen] = chosen.decode_step.run(v.shape[0] * v.shape[1])
-    run(DecodeCall(tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept))
+        path = chosen.decode_step.run(v.shape[0] * v.shape[1])
+        run = prepared.keep((chosen, pdl_prefetch_safe), path.prepare(call))
+    run(call)
     return out
 
 
@@ -228,7 +230,10 @@ def kda_verify_step(
     """
     if is_elsewhere(tokens.q):
         return run_there(tokens.q, kda_verify_step, locals())
-    selection, shape = check_verification(tokens, gate, state, draft, conv, norm, out, selection)
+    chosen, prepared, shape = check_verification(
+        tokens, gate, state, draft, conv, norm, out, selection
+    )
+    assert shape is not None
     refuse_gradients(tokens, gate, state, draft, conv, norm)
     check_draft_offsets(draft.cu_seqlens, tokens.q.shape[0])
     assert state.indices is not None and state.read is not None
@@ -238,8 +243,12 @@ def kda_verify_step(
     if out is None:
         # the kernel does not write rows that belong to no sequence
         out = torch.zeros(tokens.v.shape, dtype=tokens.v.dtype, device=tokens.v.device)
-    run = selection.verify.run(shape.num_sequences * tokens.v.shape[1])
-    run(VerifyCall(tokens, gate, state, draft, shape, conv, norm, out))
+    call = VerifyCall(tokens, gate, state, draft, shape, conv, norm, out)
+    run = prepared.get(chosen)
+    if run is None:
+        path = chosen.verify.run(shape.num_sequences * tokens.v.shape[1])
+        run = prepared.keep(chosen, path.prepare(call))
+    run(call)
     return out
 
 

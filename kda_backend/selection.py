@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,6 +20,9 @@ from backend_core.tables.select import load_table
 from backend_core.target import Target, detect_target
 from kda_backend.launch_params import TABLES
 from kda_backend.spec import tile_width
+
+if TYPE_CHECKING:
+    from kda_backend.contract.values import StepPath
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class KdaShape:
 
 
 Paths: TypeAlias = "Selection[KdaShape, Callable[..., None]]"
+StepPaths: TypeAlias = "Selection[KdaShape, StepPath]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +85,11 @@ class KdaSelection:
     shape: KdaShape
     prefill: Paths
     recurrent: Paths
-    decode_step: Paths
-    verify: Paths
+    decode_step: StepPaths
+    verify: StepPaths
 
     @property
-    def operators(self) -> tuple[Paths, ...]:
+    def operators(self) -> tuple[Paths | StepPaths, ...]:
         return self.prefill, self.recurrent, self.decode_step, self.verify
 
     def single_paths(self) -> Iterator[KdaSelection]:
@@ -97,7 +101,7 @@ class KdaSelection:
     def with_path(self, path: KernelPath) -> KdaSelection:
         """This selection with ``path`` alone for its operator, for every grid. Behind a row that
         serves some calls only, its last row serves the others."""
-        chosen: Paths = getattr(self, path.operator)
+        chosen: Paths | StepPaths = getattr(self, path.operator)
         rows = (path, chosen.rows[-1]) if path.is_limited else (path,)
         forced: dict[str, Any] = {path.operator: chosen.only(*rows)}
         return replace(self, **forced)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from kda_backend.contract.values import (
     DecodeCall,
     DraftInputs,
     GateSpec,
+    InTorch,
     NormInputs,
     RecurrentCall,
     TokenInputs,
@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[Any], None]:
-    """The function of the row's operator, which takes that operator's call."""
-    found: dict[str, Callable[[Any], None]]
-    found = {"recurrent": recurrent, "decode_step": step, "verify": verification}
+def bind(row: KernelPath, spec: KdaShape, target: Target) -> Any:
+    """The path of the row's operator, which takes that operator's call."""
+    found = {"recurrent": recurrent, "decode_step": InTorch(step), "verify": InTorch(verification)}
     return found[row.operator]
 
 
@@ -60,7 +59,7 @@ def recurrent(call: RecurrentCall) -> None:
 @without_autocast
 def step(call: DecodeCall) -> None:
     """One token of each row."""
-    tokens, gate, state, conv, norm, out, _, _ = call
+    tokens, gate, state, conv, norm, out, _ = call
     pool, indices = state.write, state.indices
     assert pool is not None and indices is not None
     live = (indices >= 0) & (indices != state.null_slot)

@@ -11,60 +11,24 @@ kernel is an interpreted function and is called plainly.
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import JITFunction, driver
-from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-from backend_core.contracts import interprets
 
 Argument: TypeAlias = "Tensor | TensorDescriptor | int | float | bool | None"
 Grid = tuple[int, int, int]
-Again = Callable[..., None]
-"""A launch that was made, with other addresses of its first arguments, which are pointers. Each
-must be as aligned as before, on HIP of a storage within 2 GiB or not as before, ``None`` where it
-was; and the current device the same."""
-
-
-class Packed(NamedTuple):
-    """Arguments packed once for many launches; keeps no tensor alive, but in the interpreter.
-
-    Attributes:
-        number: of their dtypes, alignments and classes of integers.
-        values: passed to the launcher: of tensors their addresses.
-        alike: what a kernel can be compiled for in their place.
-    """
-
-    number: int
-    values: tuple[object, ...]
-    alike: tuple[object, ...]
-
-
-class _Alike(MockTensor):  # type: ignore[misc]
-    """A tensor of the same dtype and alignment, on HIP also within 2 GiB or not."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor.dtype)
-        self._address = tensor.data_ptr() & 15
-        self._bytes = tensor.untyped_storage().nbytes()
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def ptr_range(self) -> int:
-        return self._bytes
+Launch = Callable[["tuple[int, ...]"], None]
+"""A launch that is ready but for addresses (`KernelLaunch.prepare`)."""
 
 
 _RECENT = 4096  # exact argument lists that a kernel remembers
-_PACK_KEYS: dict[tuple[object, ...], int] = {}
-_PACK_NUMBERS = itertools.count()
 
 
 class KernelLaunch:
@@ -102,7 +66,6 @@ class KernelLaunch:
         options: Mapping[str, Any] | None = None,
         *,
         axes: Mapping[str, str] | None = None,
-        packs: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Args:
             fn: the kernel; its ``tl.constexpr`` parameters stand last in its signature.
@@ -112,12 +75,10 @@ class KernelLaunch:
                 those of ``stride_q_t``, ``stride_q_h`` and ``stride_q_d`` that the kernel takes
                 from ``q_ptr``; of an absent tensor they are ``None``. A dot is a dimension whose
                 stride is given as other arguments are.
-            packs: groups of arguments that ``launch`` takes as one `Packed`, by the group's name.
-                A name that the kernel does not take is passed over.
 
         Raises:
-            ValueError: the constexprs are not those of the kernel, or do not stand last; or axes or
-                packs are not of the kernel's arguments, or are so twice.
+            ValueError: the constexprs are not those of the kernel, or do not stand last; or axes
+                are not of the kernel's arguments.
         """
         self.kernel = self._fn = fn
         self._kwargs = {**constexprs, **(options or {})}
@@ -128,13 +89,13 @@ class KernelLaunch:
         self._recent: dict[tuple[object, ...], Any] = {}
         self.argument_names = names = tuple(n for n in fn.arg_names if n not in constexprs)
         """Of the run-time arguments, in the order of the kernel's signature."""
-        self._packs = {name: tuple(group) for name, group in (packs or {}).items()}
-        self._strides = _strides(fn.__name__, names, axes or {}, self._packs)
-        self.launch: Callable[..., Again | None] = self._call_by_name
+        self._strides = _strides(fn.__name__, names, axes or {})
+        self.given = tuple(name for name in names if name not in self._strides)
+        """Of the run-time arguments, those that ``launch`` and ``prepare`` take."""
+        self.launch: Callable[..., None] = self._call_by_name
         """``launch(grid, **arguments)`` on the current device and stream: by name the run-time
-        arguments that are neither strides which are filled in nor packed, and the packs. A grid
-        is the number of programs along x, y and z; one with a zero launches nothing. Returns how
-        to make the launch again, which the interpreter cannot."""
+        arguments but for strides that are filled in. A grid is the number of programs along x, y
+        and z; one with a zero launches nothing."""
         self._interpreted = not isinstance(fn, JITFunction)
         if self._interpreted:
             return
@@ -146,39 +107,47 @@ class KernelLaunch:
                 f"constexprs of {fn.__name__} must be {sorted(declared)}, got {sorted(constexprs)}"
             )
         self._tail = tuple(constexprs[name] for name in declared)
-        self.launch = _launcher(self)
+        self.launch, self._variant = _launchers(self)
 
-    def _again(
-        self, compiled: Any, grid: Grid, values: tuple[object, ...], *addresses: int | None
-    ) -> None:
-        arguments = (*addresses, *values[len(addresses) :], *self._tail)
-        active, hooks = driver.active, knobs.runtime
-        stream = active.get_current_stream(active.get_current_device())
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            compiled[grid](*arguments, stream=stream)
-            return
-        function, metadata = compiled.function, compiled.packed_metadata
-        compiled.run(*grid, stream, function, metadata, None, None, None, *arguments)
+    def prepare(self, takes: tuple[str, ...], grid: Grid, **named: Any) -> Launch:
+        """Find the compiled kernel for a launch, and launch nothing.
+
+        Args:
+            takes: names of arguments, whose addresses the launch takes in this order; those that
+                the kernel has not are passed over.
+            grid, named: as ``launch`` takes them.
+
+        Returns:
+            The launch with other addresses of these arguments, on the device that is current now.
+            Each must be as aligned as before, and on HIP of a storage within 2 GiB or not as
+            before; where there was no tensor, the address is not used. It keeps no tensor of them.
+        """
+        if self._interpreted:
+            return _interpreted_launch(self, takes, grid, named)
+        compiled, values = self._variant(**named)
+        absent = tuple([name for name in takes if named.get(name) is None])
+        make = _prepared_launch(self.argument_names, takes, absent)
+        launch: Launch = make(compiled, grid, values, self._tail)
+        return launch
 
     def _call_by_name(self, grid: Grid, **named: Any) -> None:
         """``launch`` without a compiled kernel."""
-        given = {**named}
-        for name in self._packs.keys() & named.keys():
-            given |= zip(self._packs[name], given.pop(name).alike, strict=True)
-        for stride, (tensor, dim) in self._strides.items():
-            source = given.get(f"{tensor}_ptr")
-            given[stride] = None if source is None else source.stride()[dim]
-        wanted = set(self.argument_names)
-        packed = {name for names in self._packs.values() for name in names}
-        if given.keys() - packed != wanted - packed or self._packs.keys() - named.keys():
-            missing = sorted(wanted - given.keys())
-            unknown = sorted(given.keys() - wanted - packed)
+        self._interpret(grid, *self._in_order(named))
+
+    def _in_order(self, named: Mapping[str, Any]) -> list[Any]:
+        """The run-time arguments in the order of the kernel's signature."""
+        if named.keys() != set(self.given):
+            missing = [name for name in self.given if name not in named]
+            unknown = sorted(named.keys() - set(self.given))
             raise TypeError(
-                f"{self._fn.__name__} takes {len(wanted)} arguments by name: missing"
+                f"{self._fn.__name__} takes {len(self.given)} arguments by name: missing"
                 f" {missing}, unknown {unknown}"
             )
-        self._interpret(grid, *[given[name] for name in self.argument_names])
+        given = {**named}
+        for stride, (tensor, dim) in self._strides.items():
+            source = given[f"{tensor}_ptr"]
+            given[stride] = None if source is None else source.stride()[dim]
+        return [given[name] for name in self.argument_names]
 
     def _interpret(self, grid: Grid, *args: Argument) -> None:
         self._fn[grid](*args, **self._kwargs)
@@ -188,11 +157,8 @@ class KernelLaunch:
         exact: tuple[object, ...],
         device: int,
         named: dict[str, Any],
-        packs: tuple[Packed, ...],
     ) -> Any:
         """The compiled kernel for the classes of the arguments, kept for their exact values."""
-        for group, pack in zip(self._packs.values(), packs, strict=True):
-            named.update(zip(group, pack.alike, strict=True))
         args = tuple(named[name] for name in self.argument_names)
         key = (device, *_specialise(args, torch.version.hip is not None)[0])
         compiled = self._compiled.get(key) or self._compile(key, args)
@@ -212,27 +178,10 @@ class KernelLaunch:
         return self._compiled[key]
 
 
-def pack(arguments: Iterable[Argument]) -> Packed:
-    """A group's arguments for ``launch``, in the group's order."""
-    arguments = tuple(arguments)
-    key, values = _specialise(arguments, torch.version.hip is not None)
-    number = _PACK_KEYS.get(tuple(key))
-    if number is None:  # a number of its own, whichever thread comes first
-        number = _PACK_KEYS.setdefault(tuple(key), next(_PACK_NUMBERS))
-    if interprets():  # which reads tensors
-        return Packed(number, tuple(values), arguments)
-    alike = tuple(_Alike(arg) if isinstance(arg, Tensor) else arg for arg in arguments)
-    return Packed(number, tuple(values), alike)
-
-
 def _strides(
-    kernel: str,
-    names: Sequence[str],
-    axes: Mapping[str, str],
-    packs: Mapping[str, Sequence[str]],
+    kernel: str, names: Sequence[str], axes: Mapping[str, str]
 ) -> dict[str, tuple[str, int]]:
     """For each stride that is filled in: the tensor's name and its dimension."""
-    packed = [name for group in packs.values() for name in group]
     found = {
         f"stride_{tensor}_{letter}": (tensor, dim)
         for tensor, letters in axes.items()
@@ -240,24 +189,24 @@ def _strides(
         if f"stride_{tensor}_{letter}" in names
     }
     lacking = [tensor for tensor in axes if f"{tensor}_ptr" not in names]
-    twice = [name for name in packed if packed.count(name) > 1 or name in found]
-    if lacking or twice:
-        raise ValueError(f"axes and packs of {kernel}: no such tensor {lacking}, twice {twice}")
+    if lacking:
+        raise ValueError(f"axes of {kernel}: no such tensor {lacking}")
     return found
 
 
-def _launcher(kernel: KernelLaunch) -> Callable[..., Again]:
-    """A function of grid and named arguments that launches a kernel.
+def _launchers(
+    kernel: KernelLaunch,
+) -> tuple[Callable[..., None], Callable[..., tuple[Any, tuple[object, ...]]]]:
+    """A function of grid and named arguments that launches a kernel; and one of the arguments
+    that finds the compiled kernel and the values which it is launched with.
 
-    It is generated, as Triton's own binder is: its parameters are the kernel's, so that Python
-    brings them in order and refuses others, and nothing loops over them. It remembers the variant
+    They are generated, as Triton's own binder is: their parameters are the kernel's, so that Python
+    brings them in order and refuses others, and nothing loops over them. They remember the variant
     for the numbers themselves, which saves deciding their classes in every launch.
     """
-    packed = {name for group in kernel._packs.values() for name in group}
-    strides = kernel._strides
-    given = [n for n in kernel.argument_names if n not in packed and n not in strides]
+    strides, given = kernel._strides, kernel.given
     hip = torch.version.hip is not None
-    lines = [f"def launch(grid, *, {', '.join((*given, *kernel._packs))}):"]
+    lines: list[str] = []
     exact, value_of = ["device"], {}
     for name in given:
         if name.endswith(("_desc", "_source")):
@@ -291,10 +240,6 @@ def _launcher(kernel: KernelLaunch) -> Callable[..., Again]:
         ]
         exact += filled
         value_of |= {name: name for name in filled}
-    for name, group in kernel._packs.items():
-        lines.append(f"    {name}_number, ({''.join(f'{n}_packed, ' for n in group)}), _ = {name}")
-        exact.append(f"{name}_number")
-        value_of |= {n: f"{n}_packed" for n in group}
     values = ", ".join(value_of[name] for name in kernel.argument_names)
     named = ", ".join(f"{name!r}: {name}" for name in (*given, *strides))
     lines += [
@@ -303,18 +248,7 @@ def _launcher(kernel: KernelLaunch) -> Callable[..., Again]:
         f"    exact = ({', '.join(exact)},)",
         "    compiled = recent.get(exact)",
         "    if compiled is None:",
-        f"        packs = ({''.join(f'{name}, ' for name in kernel._packs)})",
-        f"        compiled = find(exact, device, {{{named}}}, packs)",
-        "    stream = active.get_current_stream(device)",
-        "    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook",
-        # a chain of hooks has its calls; a hook may also be a function, or None
-        "    if getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave):",
-        f"        compiled[grid]({values}, *tail, stream=stream)",
-        "    else:",
-        "        function, metadata = compiled.function, compiled.packed_metadata",
-        "        compiled.run(*grid, stream, function, metadata, None, None, None,"
-        f" {values}, *tail)",
-        f"    return partial(again, compiled, grid, ({values},))",
+        f"        compiled = find(exact, device, {{{named}}})",
     ]
     scope: dict[str, Any] = {
         "driver": driver,
@@ -323,11 +257,79 @@ def _launcher(kernel: KernelLaunch) -> Callable[..., Again]:
         "described": lambda x: _described(x, hip),
         "hooks": knobs.runtime,
         "tail": kernel._tail,
-        "partial": functools.partial,
-        "again": kernel._again,
     }
-    exec("\n".join(lines), scope)
-    launch: Callable[..., Again] = scope["launch"]
+    function = [
+        f"def launch(grid, *, {', '.join(given)}):",
+        *lines,
+        *_run_lines("*grid", f"{values}, *tail", "    "),
+        f"def variant(*, {', '.join(given)}):",
+        *lines,
+        f"    return compiled, ({values},)",
+    ]
+    exec("\n".join(function), scope)
+    return scope["launch"], scope["variant"]
+
+
+def _run_lines(grid: str, values: str, indent: str) -> list[str]:
+    """Source text: a launch of ``compiled`` on the current stream, by Triton's own launcher."""
+    lines = [
+        "stream = active.get_current_stream(device)",
+        "enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook",
+        # a chain of hooks has its calls; a hook may also be a function, or None
+        "if getattr(enter, 'calls', enter) or getattr(leave, 'calls', leave):",
+        f"    compiled[grid]({values}, stream=stream)",
+        "else:",
+        "    function, metadata = compiled.function, compiled.packed_metadata",
+        f"    compiled.run({grid}, stream, function, metadata, None, None, None, {values})",
+    ]
+    return [indent + line for line in lines]
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared_launch(
+    names: tuple[str, ...], takes: tuple[str, ...], absent: tuple[str, ...]
+) -> Callable[..., Launch]:
+    """Makes `KernelLaunch.prepare`'s launches, of these arguments in order; it is generated as
+    `_launchers` is."""
+    taken = [name for name in takes if name in names and name not in absent]
+    fixed = [f"fixed_{n}" if name not in taken else "_" for n, name in enumerate(names)]
+    values = [f"fixed_{n}" if name not in taken else name for n, name in enumerate(names)]
+    source = [
+        "def make(compiled, grid, values, tail):",
+        f"    {', '.join(fixed)}, = values",
+        "    def launch(addresses):",
+        f"        {', '.join(name if name in taken else '_' for name in takes)}, = addresses",
+        "        active = driver.active",
+        "        device = active.get_current_device()",
+        *_run_lines("*grid", f"{', '.join(values)}, *tail", "        "),
+        "    return launch",
+    ]
+    scope: dict[str, Any] = {"driver": driver, "hooks": knobs.runtime}
+    exec("\n".join(source), scope)
+    make: Callable[..., Launch] = scope["make"]
+    return make
+
+
+def _interpreted_launch(
+    kernel: KernelLaunch, takes: tuple[str, ...], grid: Grid, named: Mapping[str, Any]
+) -> Launch:
+    """`KernelLaunch.prepare`'s launch in the interpreter, which reads tensors: they have one
+    element, since it knows memory by its address alone."""
+    values, places = kernel._in_order(named), list[tuple[int, int, torch.dtype]]()
+    for n, name in enumerate(kernel.argument_names):
+        if name in takes and values[n] is not None:
+            places.append((n, takes.index(name), values[n].dtype))
+            values[n] = None
+
+    def launch(addresses: tuple[int, ...]) -> None:
+        arguments = [*values]
+        for n, place, dtype in places:
+            address = addresses[place]
+            memory = (ctypes.c_char * dtype.itemsize).from_address(address)
+            one = torch.frombuffer(memory, dtype=dtype) if address else torch.empty(0, dtype=dtype)
+            arguments[n] = one
+        kernel._interpret(grid, *arguments)
+
     return launch
 
 
@@ -357,10 +359,6 @@ def _specialise(args: Iterable[Argument], hip: bool) -> tuple[list[object], list
             if hip:
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             values.append(address)
-        elif isinstance(arg, _Alike):
-            key += (arg.dtype, arg.data_ptr() == 0)
-            if hip:
-                key.append(arg.ptr_range() < 2**31)
         elif hasattr(arg, "block_shape"):  # Triton's tensor descriptor, or Gluon's with a layout
             tile: Any = arg
             layout = getattr(arg, "layout", None)

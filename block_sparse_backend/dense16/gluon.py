@@ -14,7 +14,7 @@ from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
-from block_sparse_backend.dense16 import BlockSparseRun
+from block_sparse_backend.dense16 import BlockSparsePath
 from block_sparse_backend.kernels.sm90.block_sparse import block_sparse_sm90_kernel
 from block_sparse_backend.spec import BlockSparseSpec
 
@@ -26,7 +26,7 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 AXES = {"out": "bhm.", "lse": "bh."}
 
 
-def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseRun:
+def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparsePath:
     d, block_n = spec.dims[0], spec.block_n
     constexprs = {
         "GROUP": spec.group,
@@ -57,7 +57,7 @@ def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseR
             factor=x.factor,
         )
 
-    return run
+    return BlockSparsePath(run)
 
 
 def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:

@@ -9,13 +9,13 @@ from backend_core.autocast import without_autocast
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
-from block_sparse_backend.dense16 import BlockSparseRun
+from block_sparse_backend.dense16 import BlockSparsePath
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.spec import BlockSparseSpec
 
 
-def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseRun:
-    return run
+def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparsePath:
+    return BlockSparsePath(run, is_kernel=False)
 
 
 @without_autocast

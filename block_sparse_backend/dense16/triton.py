@@ -10,13 +10,13 @@ from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
-from block_sparse_backend.dense16 import BlockSparseRun
+from block_sparse_backend.dense16 import BlockSparsePath
 from block_sparse_backend.kernels.block_sparse import block_sparse_kernel
 from block_sparse_backend.launch_params import TritonParams
 from block_sparse_backend.spec import BlockSparseSpec
 
 
-def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseRun:
+def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparsePath:
     launch = attention_kernel(params_for(row, spec), spec).launch
     (d, dv), block_m, block_n = spec.dims, spec.block_m, spec.block_n
     block_d = triton.next_power_of_2(d)
@@ -39,7 +39,7 @@ def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseR
             factor=float(x.factor),
         )
 
-    return run
+    return BlockSparsePath(run)
 
 
 def params_for(row: KernelPath, spec: BlockSparseSpec) -> TritonParams:

@@ -6,11 +6,13 @@ generator's input allows it, and of fixed capacity.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from backend_core.ready import Prepared
 from block_sparse_backend.variants import masks
 from block_sparse_backend.variants.masks import Mask
 
@@ -80,6 +82,11 @@ class BlockPlan:
     @property
     def device(self) -> torch.device:
         return self.rows.device
+
+    @functools.cached_property
+    def prepared(self) -> Prepared:
+        """What runs calls of this plan, by the layout of their tensors."""
+        return Prepared()
 
     def density(self) -> float:
         """Blocks attended as a share of all blocks of all tiles. Reads the device: for reports."""

@@ -31,7 +31,7 @@ from block_sparse_backend.plan.choice import Choice, PerHead
 from block_sparse_backend.prepared import has_kernels, prepared
 from block_sparse_backend.spec import LOG2_E
 from block_sparse_backend.variants import masks
-from block_sparse_backend.variants.pooled import Pooled, pool
+from block_sparse_backend.variants.pooled import Pooled, pool, pool_in_torch
 
 SCORE_ROWS, SCORE_COLS, SCORE_WARPS = 128, 64, 4
 """Tiles and blocks that a program of ``score_kernel`` scores, and its warps."""
@@ -79,18 +79,19 @@ def predict(
     choice = Choice(cdf, topk, min_likeness, is_causal, keep_first)
     choice.check_heads(q.shape[1])
     check_size(q, k, block_m, block_n)
-    chosen = path_of(q, path)
     d = q.shape[3]
     scale = d**-0.5 if scale is None else scale
-    if chosen == "triton" and (d < 16 or d & (d - 1)):
+    blocks = block_m, block_n
+    if not runs_kernels(q, path):
+        return select_in_torch(pool_in_torch(q, k, blocks), choice, scale)
+    if d < 16 or d & (d - 1):
         pad = (0, max(16, triton.next_power_of_2(d)) - d)  # zeros add nothing to a product
         q, k = (torch.nn.functional.pad(x, pad) for x in (q, k))
-    pooled = pool(q, k, (block_m, block_n), choice.has_likeness, chosen)
-    return from_pooled(pooled, choice, scale, chosen)
+    return select_blocks(pool(q, k, blocks, choice.has_likeness), choice, scale)
 
 
-def path_of(x: Tensor, path: str | None) -> str:
-    """The path of a prediction.
+def runs_kernels(x: Tensor, path: str | None) -> bool:
+    """Whether a prediction runs in Triton; by default wherever that runs.
 
     Raises:
         ValueError: the caller names another one than ``"torch"`` and ``"triton"``, or Triton's for
@@ -100,7 +101,7 @@ def path_of(x: Tensor, path: str | None) -> str:
         raise ValueError(f'path must be "torch" or "triton", got {path!r}')
     if path == "triton":
         expect_kernel_device("q", x)
-    return path or ("triton" if has_kernels(x) else "torch")
+    return has_kernels(x) if path is None else path == "triton"
 
 
 def check_size(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
@@ -121,28 +122,18 @@ def check_size(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
         )
 
 
-def from_pooled(
-    x: Pooled,
-    choice: Choice,
-    scale: float,
-    path: str,
+def _plan_of(
+    x: Pooled, choice: Choice, rows: Tensor, cols: Tensor, work: Tensor, sequences: Tensor
 ) -> BlockPlan:
-    """The plan for pooled queries and keys, without a read of the device; see ``predict``."""
-    h, n = x.q_sums.shape[1], x.lengths[1]
-    scale_log2 = scale * LOG2_E
-    if path == "torch":
-        rows, cols, work, sequences = _with_torch(x, choice, scale_log2)
-    else:
-        rows, cols, work, sequences = _with_kernels(x, choice, scale_log2)
     return BlockPlan(
         rows,
         cols,
         work,
         sequences,
-        h,
+        x.q_sums.shape[1],
         x.block_m,
         x.block_n,
-        has_partial=choice.is_causal or n % x.block_n != 0,
+        has_partial=choice.is_causal or x.lengths[1] % x.block_n != 0,
         mask=masks.causal if choice.is_causal else masks.everything,
     )
 
@@ -183,11 +174,13 @@ def scores(x: Pooled, is_causal: bool, scale_log2: float) -> Tensor:
     return found
 
 
-def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, ...]:
+def select_blocks(x: Pooled, choice: Choice, scale: float) -> BlockPlan:
+    """The plan for pooled queries and keys by kernels, without a read of the device; see
+    ``predict``."""
     b, h, tiles, _ = x.q_sums.shape
     hk, blocks = x.k_sums.shape[1:3]
     m, n = x.lengths
-    found = scores(x, choice.is_causal, scale_log2)
+    found = scores(x, choice.is_causal, scale * LOG2_E)
     of_heads = choice.of_heads(h, found.device)
     min_likeness, goal = (0.0, 0.0) if of_heads is not None else (choice.min_likeness, choice.goal)
     new = functools.partial(torch.empty, dtype=torch.int32, device=x.q_sums.device)
@@ -223,8 +216,7 @@ def _with_kernels(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor,
         min_likeness=min_likeness,
         amount=goal,
     )
-    work, sequences = _ordered(rows, (b, h, tiles), (m, n))
-    return rows, cols, work, sequences
+    return _plan_of(x, choice, rows, cols, *_ordered(rows, (b, h, tiles), (m, n)))
 
 
 def _ordered(
@@ -283,7 +275,8 @@ def from_map(
 
 
 @without_autocast
-def _with_torch(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, ...]:
+def select_in_torch(x: Pooled, choice: Choice, scale: float) -> BlockPlan:
+    """`select_blocks` in torch."""
     b, h, tiles, _ = x.q_sums.shape
     hk, blocks = x.k_sums.shape[1:3]
     group = h // hk
@@ -301,7 +294,7 @@ def _with_torch(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, .
     if of_heads is not None:
         min_likeness, goal = of_heads[0, :, None], of_heads[1, :, None, None]
     kinds = select_kinds(
-        q_mean @ k_mean.mT * (scale_log2 / LOG2_E),
+        q_mean @ k_mean.mT * scale,
         x.q_likeness > min_likeness,
         x.k_likeness.repeat_interleave(group, 1) > min_likeness,
         x.lengths,
@@ -313,7 +306,8 @@ def _with_torch(x: Pooled, choice: Choice, scale_log2: float) -> tuple[Tensor, .
     )
     rows, cols = compact(kinds.view(-1, blocks))
     row_of = torch.arange(b * h * tiles, device=device).view(b, h, tiles)
-    return rows, cols, work_list(rows, row_of), uniform_sequences(b, *x.lengths, device)
+    sequences = uniform_sequences(b, *x.lengths, device)
+    return _plan_of(x, choice, rows, cols, work_list(rows, row_of), sequences)
 
 
 def select_kinds(

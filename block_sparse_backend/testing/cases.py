@@ -9,7 +9,7 @@ from backend_core.operator import forced
 from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
-from block_sparse_backend.dense8 import QuantisedRun
+from block_sparse_backend.dense8 import QuantisedPath
 from block_sparse_backend.launch_params import TABLES, TritonParams
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.spec import QuantisedSpec
@@ -64,13 +64,13 @@ def causal_seen(q_len: int, kv_len: int) -> Tensor:
     return torch.arange(q_len)[:, None] + kv_len - q_len >= torch.arange(kv_len)[None]
 
 
-def quantised_run(x: Quantised, plan: BlockPlan, params: TritonParams) -> QuantisedRun:
+def quantised_run(x: Quantised, plan: BlockPlan, params: TritonParams) -> QuantisedPath:
     """The 8-bit kernel alone, with other parameters than the table's."""
     heads, group = x.q.shape[1], x.q.shape[1] // x.k.shape[1]
     spec = QuantisedSpec(x.mode, heads, group, x.q.shape[3], plan.block_m, plan.block_n)
     row = KernelPath("triton", "block_sparse_int8", None, frozenset(), params, False, "as given")
     target = detect_target(x.q.device)
-    run: QuantisedRun = forced(TABLES, target, spec.of_plan(plan), row).run(1)
+    run: QuantisedPath = forced(TABLES, target, spec.of_plan(plan), row).run(1)
     return run
 
 

@@ -58,7 +58,6 @@ def pool(
     k: Tensor,
     blocks: tuple[int, int],
     has_likeness: bool,
-    path: str,
 ) -> Pooled:
     """Pool [B, H, M, D] and [B, Hkv, N, D], the keys without their mean.
 
@@ -67,11 +66,8 @@ def pool(
 
     Args:
         blocks: queries and keys of a block.
-        has_likeness: ask for likenesses; the torch path always makes them.
-        path: ``"torch"`` or ``"triton"``.
+        has_likeness: ask for likenesses.
     """
-    if path == "torch":
-        return _with_torch(q, k, blocks)
     x = Pooled.empty(q, k, *blocks, has_likeness)
     k_mean = column_mean(k) if has_likeness else None
     _pool(q, None, x.q_sums, x.q_likeness, x.block_m)
@@ -96,8 +92,8 @@ def _pool(
     )
 
 
-def _with_torch(q: Tensor, k: Tensor, blocks: tuple[int, int]) -> Pooled:
-    """The same numbers in torch, always with likenesses."""
+def pool_in_torch(q: Tensor, k: Tensor, blocks: tuple[int, int]) -> Pooled:
+    """`pool` in torch, always with likenesses."""
 
     def make(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         b, h, length, d = x.shape

@@ -86,22 +86,17 @@ def quantise(
     mode: SageMode,
     scale: float,
     block_n: int,
-    path: str,
     pooled: Pooled | None = None,
     packed: BlockPlan | None = None,
 ) -> Quantised:
-    """Quantise [B, H, L, D] views; the arguments were checked.
+    """Quantise [B, H, L, D] views by kernels; the arguments were checked.
 
     Args:
         scale: of the logits, for the LSE shift.
         block_n: keys in a block of the plan.
-        path: ``"torch"`` or ``"triton"``.
-        pooled: filled on the way, from ``Pooled.empty`` with this ``block_n``; Triton alone.
-        packed: the plan of packed sequences; Triton and values in 16 bits alone.
+        pooled: filled on the way, from ``Pooled.empty`` with this ``block_n``.
+        packed: the plan of packed sequences; values in 16 bits alone.
     """
-    if path == "torch":
-        assert pooled is None and packed is None
-        return _with_torch(q, k, v, mode, scale, block_n)
     block_m, has_likeness = 64, False
     if pooled is not None:
         block_m, has_likeness = pooled.block_m, pooled.q_likeness is not None
@@ -246,10 +241,10 @@ def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Te
 
 
 @without_autocast
-def _with_torch(
+def quantise_in_torch(
     q: Tensor, k: Tensor, v: Tensor, mode: SageMode, scale: float, block_n: int
 ) -> Quantised:
-    """The same numbers in torch, which the kernels are tested against."""
+    """`quantise` in torch, which the kernels are tested against."""
     m, n = q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]
     q32, k32, v32 = q.float(), k.float(), v.float()

@@ -102,15 +102,14 @@ def _split_channels() -> list[str]:
 
 
 def _compressor_table(report: dict[str, Any], layout: str, peers: str) -> list[str]:
-    """Every row of a state's layout with a time of an engine, over the fastest of the row. Queries
-    have no state; vLLM's stand beside its own."""
-    rows = [row for row in report["rows"] if compressor_peers(row)]
-    rows = [row for row in rows if row.get("layout", "paged") == layout]
+    """Every row of a state's layout with a time of an engine, over the fastest of the row."""
+    rows = [row for row in report["rows"] if compressor_peers(row) and row.get("layout") == layout]
     ratios = [min(compressor_peers(row)) / row["ours_gpu_ms"] for row in rows]
     times: dict[tuple[str, str, str], dict[str, str]] = {}
     for row, ratio in zip(rows, ratios, strict=True):
         size = (row["phase"], f"{row['n']:,}", row["ends"])
-        times.setdefault(size, {})[_part(row)] = f"{us(row['ours_gpu_ms'])}, {ratio:.2f}×"
+        part = f"{row['part']}, C{row['ratio']}"
+        times.setdefault(size, {})[part] = f"{us(row['ours_gpu_ms'])}, {ratio:.2f}×"
     return [
         f"Times in µs, compared with {peers} Each is followed by the time of the fastest peer over"
         f" it; the geometric mean is {mean(ratios):.2f}×, the least value {min(ratios):.2f}×. An"
@@ -119,8 +118,3 @@ def _compressor_table(report: dict[str, Any], layout: str, peers: str) -> list[s
         "",
         *by_size(["phase", "tokens", "window ends"], times),
     ]
-
-
-def _part(row: dict[str, Any]) -> str:
-    rotated = ", rotated" if row.get("rotate") else ""
-    return f"{row['part']}, C{row['ratio']}{rotated}"

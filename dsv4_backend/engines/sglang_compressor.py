@@ -34,7 +34,6 @@ from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
     CompressorSpec,
-    LaunchCache,
     RingDecode,
     RingPrefill,
     compress_decode_,
@@ -89,7 +88,6 @@ class _BoundCompressor:
         decode, prefill: the table's paths beside sglang's kernels.
         second: the second tensor of its records, where their format has one.
         memory: the addresses of its records; a pool that moves is bound anew.
-        launches: what its calls have bound.
     """
 
     norm: Any
@@ -98,7 +96,6 @@ class _BoundCompressor:
     pages: torch.Tensor
     second: torch.Tensor | None
     memory: tuple[int, ...]
-    launches: LaunchCache
     decode: _Paths | None = None
     prefill: _Paths | None = None
 
@@ -138,11 +135,10 @@ class FusedStep:
             return
         plan = self._plan(theirs, call["compress_ratio"], call["is_indexer"], call["out_loc"])
         tensors = (call["kv_score_input"], bound.state, bound.pages)
-        kept: dict[str, Any] = {"second_cache": bound.second, "launches": bound.launches}
         if isinstance(plan, RingDecode):
-            compress_decode_(bound.layer, *tensors, plan, **kept)
+            compress_decode_(bound.layer, *tensors, plan, second_cache=bound.second)
         else:
-            compress_prefill_(bound.layer, *tensors, plan, **kept)
+            compress_prefill_(bound.layer, *tensors, plan, second_cache=bound.second)
 
     def _plan(
         self, theirs: Any, compress_ratio: int, is_indexer: bool, out_loc: torch.Tensor
@@ -171,8 +167,8 @@ class FusedStep:
         """At a compressor's first step, which is sglang's own warm-up: check its tensors, and
         compile every kernel that a later step may launch."""
         norm, kv_cache, state = call["norm"], call["kv_cache"], call["kv_score_buffer"]
-        memory, launches = _memory(call), LaunchCache()
-        unserved = _BoundCompressor(norm, None, state, kv_cache, None, memory, launches)
+        memory = _memory(call)
+        unserved = _BoundCompressor(norm, None, state, kv_cache, None, memory)
         reason = _unserved(call)
         if reason is None:
             try:
@@ -191,10 +187,8 @@ class FusedStep:
                 others = (of_decode, decode), (of_prefill, prefill)
                 for other, paths in others:
                     if paths.sizes:
-                        warm_up(layer, *tensors, other, second_cache=second, launches=launches)
-                return _BoundCompressor(
-                    norm, layer, state, pages, second, memory, launches, decode, prefill
-                )
+                        warm_up(layer, *tensors, other, second_cache=second)
+                return _BoundCompressor(norm, layer, state, pages, second, memory, decode, prefill)
             except (LookupError, ValueError) as error:
                 reason = str(error)
         fallback(f"--attention-backend dsv4: {reason}")

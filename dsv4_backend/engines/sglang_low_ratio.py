@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from backend_core.engines.calls import odd_arguments
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
 from dsv4_backend import (
-    LaunchCache,
     LowRatioLayer,
     LowRatioSpec,
     LowRatioStep,
@@ -93,13 +92,11 @@ class _BoundLayer:
         layer: ``None`` where it stays on upstream's code.
         memory: the addresses of its records and state; a pool that moves is bound anew.
         tensors: state, pages and the indexer's pages.
-        launches: what its calls have bound.
     """
 
     layer: LowRatioLayer | None = None
     memory: tuple[int, ...] = ()
     tensors: tuple[Any, Any, Any] = (None, None, None)
-    launches: LaunchCache = field(default_factory=LaunchCache)
 
 
 class LowRatioSteps:
@@ -192,7 +189,7 @@ class LowRatioSteps:
                     for firsts in (None, pos[:1].int() if starts is None else starts):
                         plan = self._plan(layer.compress_ratio, req, pos, firsts, longest)
                         given = (ours, rows[0], *tensors, plan)
-                        warm_up_low_ratio(*given, score=rows[1], launches=bound.launches)
+                        warm_up_low_ratio(*given, score=rows[1])
                     bound.layer, bound.tensors = ours, tensors
                 except (LookupError, ValueError) as error:
                     reason = str(error)
@@ -202,9 +199,7 @@ class LowRatioSteps:
         assert bound.layer is not None
         kv, score = rows or project()
         plan = self._plan(layer.compress_ratio, req, pos, starts, longest)
-        compress_low_ratio_(
-            bound.layer, kv, *bound.tensors, plan, score=score, launches=bound.launches
-        )
+        compress_low_ratio_(bound.layer, kv, *bound.tensors, plan, score=score)
         return True
 
     def _plan(

@@ -23,26 +23,22 @@ from backend_core.strict import fallback
 FAMILY = "dsv4"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
 ATTENTION_V41 = "vllm.models.deepseek_v41.attention"
-_ATTENTION = "vllm.models.deepseek_v4.attention"
 _V41 = Engine("vllm", "0.33.0", None)  # before, requests without a ring wrote into one
-ROTATE = "rotate_indexer"  # in --additional-config
 
 
 def register() -> None:
     """Make the flag known and wait for vLLM's compressor; a second call changes nothing."""
-    modules = (COMPRESSOR, _ATTENTION, ATTENTION_V41)
+    modules = (COMPRESSOR, ATTENTION_V41)
     claim = VllmLayerClaim("compressor", "DeepSeek-V4 compressor", modules, _install)
     vllm_flag.register_family(FAMILY, [claim])
 
 
 def _install(module: ModuleType) -> None:
-    """Let the class of compressors, or of indexers, end its ``__init__`` with a decision."""
+    """Let the class of compressors, or of V4.1's layers, end its ``__init__`` with a decision."""
     if module.__name__ == COMPRESSOR:
         vllm_flag.after_init(module.DeepseekCompressor, adopt)
-    elif module.__name__ == ATTENTION_V41:
-        vllm_flag.after_init(module.DeepseekV4Attention, adopt)
     else:
-        vllm_flag.after_init(module.DeepseekV4Indexer, rotate)
+        vllm_flag.after_init(module.DeepseekV4Attention, adopt)
 
 
 def adopt(built: Any, vllm_config: Any) -> None:
@@ -75,24 +71,3 @@ def _adopt(built: Any, vllm_config: Any) -> str | None:
         ours = importlib.import_module("dsv4_backend.engines.vllm_low_ratio")
     reason: str | None = ours.adopt(built, vllm_config)
     return reason
-
-
-def rotate(indexer: Any, vllm_config: Any) -> None:
-    """Rotate an indexer's keys and queries where the user asks for it.
-
-    Raises:
-        ValueError: the setting is no boolean.
-        RuntimeError: this indexer cannot be rotated and another one already was.
-    """
-    config = vllm_config.additional_config
-    wanted = config.get(ROTATE, False) if isinstance(config, dict) else False
-    if not isinstance(wanted, bool):
-        raise ValueError(f"--additional-config {ROTATE} must be true or false, got {wanted!r}")
-    if not wanted:
-        return
-    reason = vllm_flag.broken(FAMILY)
-    if reason is None:
-        ours = importlib.import_module("dsv4_backend.engines.vllm_rotation")
-        reason = ours.rotate(indexer, vllm_config)
-    if reason is not None:
-        fallback(f"--additional-config {ROTATE}: {reason}; nothing is rotated")

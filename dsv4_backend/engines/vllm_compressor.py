@@ -5,8 +5,7 @@ and stores in a second. Here a decode step is one launch and a step with prefill
 (docs/families/dsv4.md); parameters, projections, state cache and record caches are vLLM's. Decode
 steps for which the table says that vLLM's own kernels are faster stay vLLM's.
 
-vLLM rotates neither the indexer's keys nor its queries by Hadamard, and neither does this, unless
-`vllm_rotation` rotates both.
+vLLM rotates neither the indexer's keys nor its queries by Hadamard, and neither does this.
 
 On ROCm records lie where vLLM's kernels read them, which `vllm_rocm` asks. With
 ``indexer_kv_dtype="mxfp4"`` on gfx950 vLLM 0.33 has an indexer whose compressor is a class of its
@@ -43,7 +42,6 @@ from backend_core.target import detect_target
 from dsv4_backend import (
     CompressorLayer,
     CompressorSpec,
-    LaunchCache,
     PagedDecode,
     PagedPrefill,
     compress_decode_,
@@ -140,7 +138,7 @@ def _spec(compressor: Any, cache_format: CacheFormat | None, page_tokens: int) -
         cache_format=cache_format,
         page_tokens=page_tokens,
         rounding="vllm",
-        rotate=compressor.rotates,
+        rotate=False,
         fp8="ocp",  # vLLM keeps the compressed caches in OCP on gfx942 too
         rope_layout="split",
         eps=compressor.rms_norm_eps,
@@ -159,12 +157,10 @@ def _choose(device: torch.device, spec: CompressorSpec) -> None:
 class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
     """vLLM's compressor with a step of its own; built by vLLM, see `adopt`."""
 
-    rotates = False  # set by `vllm_rotation`, for an indexer whose queries are rotated too
     cache_format: CacheFormat  # set by `adopt`
 
-    # the record cache as the engine bound it, its pages as bytes, the layer that writes them, and
-    # what its calls have bound
-    _bound: tuple[torch.Tensor, torch.Tensor, CompressorLayer, LaunchCache] | None = None
+    # the record cache as the engine bound it, its pages as bytes, the layer that writes them
+    _bound: tuple[torch.Tensor, torch.Tensor, CompressorLayer] | None = None
 
     def forward(self, kv_score: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> None:
         """The state rows of all tokens and the records of the windows that end with them.
@@ -185,21 +181,21 @@ class FusedCompressor(DeepseekCompressor):  # type: ignore[misc]
             try:
                 self._bound = _bind(self, kv_cache, kv_score, states, plan, rotary_emb)
             except ValueError as error:
-                # upstream's keys would meet rotated queries; and aiter's kernel needs memory that
-                # upstream's class reserves in the profile run, which was this one's
-                if self.rotates or self.cache_format == "indexer_mxfp4_tiles":
+                # aiter's kernel needs memory that upstream's class reserves in the profile run,
+                # which was this one's
+                if self.cache_format == "indexer_mxfp4_tiles":
                     raise
                 self.__class__ = DeepseekCompressor
                 fallback(f"--attention-backend {flag_name('dsv4')}: {error}")
                 self.forward(kv_score, positions, rotary_emb)
                 return
-        _, pages, layer, launches = self._bound
+        _, pages, layer = self._bound
         state = self.state_cache.kv_cache
         try:
             if isinstance(plan, PagedDecode):
-                compress_decode_(layer, kv_score, state, pages, plan, launches=launches)
+                compress_decode_(layer, kv_score, state, pages, plan)
             else:
-                compress_prefill_(layer, kv_score, state, pages, plan, launches=launches)
+                compress_prefill_(layer, kv_score, state, pages, plan)
         except Exception as error:
             vllm_flag.log_failed_step(f"compressor {self.state_cache.prefix}", error)
             raise
@@ -212,7 +208,7 @@ def _bind(
     states: Any,
     plan: PagedDecode | PagedPrefill,
     rotary_emb: Any,
-) -> tuple[torch.Tensor, torch.Tensor, CompressorLayer, LaunchCache]:
+) -> tuple[torch.Tensor, torch.Tensor, CompressorLayer]:
     """At the first step that has caches, which is the engine's own warm-up where it makes one:
     check them, and compile every kernel that a later step may launch.
 
@@ -233,10 +229,9 @@ def _bind(
         plan.slots,
         pdl_prefetch_safe=True,
     )
-    launches = LaunchCache()
     for other in (decode, _prefill(decode, states, spec.compress_ratio)):
-        warm_up(layer, kv_score, state, pages, other, launches=launches)
-    return kv_cache, pages, layer, launches
+        warm_up(layer, kv_score, state, pages, other)
+    return kv_cache, pages, layer
 
 
 def _plan(

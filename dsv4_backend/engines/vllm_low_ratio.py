@@ -38,7 +38,6 @@ from backend_core.engines.vllm_flag import flag_name, say
 from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
 from dsv4_backend import (
-    LaunchCache,
     LowRatioLayer,
     LowRatioSpec,
     LowRatioStep,
@@ -157,14 +156,12 @@ class LowRatioCompressor(DeepseekCompressor):  # type: ignore[misc]
 
     source: tuple[Any, Any]  # the attention layer and its indexer, set by `adopt`
 
-    # the record caches as the engine bound them, their pages as bytes, the layer that writes them,
-    # and what its calls have bound
+    # the record caches as the engine bound them, their pages as bytes, the layer that writes them
     _bound: (
         tuple[
             tuple[torch.Tensor, torch.Tensor],
             tuple[torch.Tensor, torch.Tensor],
             LowRatioLayer,
-            LaunchCache,
         ]
         | None
     ) = None
@@ -197,9 +194,9 @@ class LowRatioCompressor(DeepseekCompressor):  # type: ignore[misc]
                 fallback(f"--attention-backend {flag_name('dsv4')}: {error}")
                 upstream: torch.Tensor | None = self.forward(kv_score, positions)
                 return upstream
-        _, pages, layer, launches = self._bound
+        _, pages, layer = self._bound
         try:
-            compress_low_ratio_(layer, kv_score, state, *pages, plan, launches=launches)
+            compress_low_ratio_(layer, kv_score, state, *pages, plan)
         except Exception as error:
             vllm_flag.log_failed_step(f"compressor {self.prefix}", error)
             raise
@@ -217,7 +214,6 @@ def _bind(
     tuple[torch.Tensor, torch.Tensor],
     tuple[torch.Tensor, torch.Tensor],
     LowRatioLayer,
-    LaunchCache,
 ]:
     """At the first step that has caches: check them, and compile what a later step may launch.
 
@@ -233,9 +229,9 @@ def _bind(
         key_norm_weight=indexer.k_norm.weight,
         rope_table=attention.rotary_emb.cos_sin_cache,
     )
-    pages, launches = (_pages(main, spec.main), _pages(index, spec.index)), LaunchCache()
-    warm_up_low_ratio(layer, kv_score, state, *pages, plan, launches=launches)
-    return (main, index), pages, layer, launches
+    pages = _pages(main, spec.main), _pages(index, spec.index)
+    warm_up_low_ratio(layer, kv_score, state, *pages, plan)
+    return (main, index), pages, layer
 
 
 def _pages(cache: torch.Tensor, records: RecordSpec) -> torch.Tensor:

@@ -7,11 +7,12 @@ import torch
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from dsv4_backend import reference
-from dsv4_backend.low_ratio_step import LowRatioCall, LowRatioRun, LowRatioStep, LowRatioStepSpec
+from dsv4_backend.low_ratio_step import LowRatioCall, LowRatioStep, LowRatioStepSpec
+from dsv4_backend.step import TorchPath
 
 
-def bind(row: KernelPath, spec: LowRatioStepSpec, target: Target) -> LowRatioRun:
-    return step
+def bind(row: KernelPath, spec: LowRatioStepSpec, target: Target) -> TorchPath:
+    return TorchPath(step)
 
 
 def step(call: LowRatioCall, plan: LowRatioStep) -> None:

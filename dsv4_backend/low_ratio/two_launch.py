@@ -6,29 +6,29 @@ import torch
 
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
-from dsv4_backend.low_ratio_step import LAYER, PLAN, LowRatioCall, LowRatioRun, LowRatioStep
-from dsv4_backend.low_ratio_step import LowRatioStepSpec as Spec
+from dsv4_backend.low_ratio_step import LowRatioCall, LowRatioStep, LowRatioStepSpec
 from dsv4_backend.spec import LATENT_DIM
+from dsv4_backend.step import Launches
 from dsv4_backend.variants import low_ratio_variants
 
 
-def bind(row: KernelPath, spec: Spec, target: Target) -> LowRatioRun:
-    variants = low_ratio_variants(row, spec.compressor, spec.state_block)
-    latents, keys = (v.launch(layer=LAYER, plan=PLAN).launch for v in variants)
+def bind(row: KernelPath, spec: LowRatioStepSpec, target: Target) -> Launches:
+    kernels = low_ratio_variants(row, spec.compressor, spec.state_block)
     params, has_state = row.params, spec.compressor.compress_ratio == 2
 
-    def run(call: LowRatioCall, plan: LowRatioStep) -> None:
-        rows, kv_score = plan.num_latents, call.kv_score
-        given = {
-            "latent_ptr": kv_score.new_empty(rows, LATENT_DIM, dtype=torch.bfloat16),
-            "token_ptr": kv_score.new_empty(rows, dtype=torch.int32),
-            "input_ptr": kv_score,
-            "score_ptr": call.score,
-            "layer": call.packed,
-            "plan": plan.packed,
-        }
-        latents((rows, 1, 1), **given)
-        writers = -(-plan.num_tokens // params.rows) if has_state else 0
-        keys((-(-rows // params.block_m) + writers, 1, 1), num_rows=rows, **given)
+    def grids(plan: LowRatioStep) -> tuple[tuple[int, int, int], ...]:
+        rows, writers = plan.num_latents, -(-plan.num_tokens // params.rows) if has_state else 0
+        return (rows, 1, 1), (-(-rows // params.block_m) + writers, 1, 1)
 
-    return run
+    def memory(call: LowRatioCall, plan: LowRatioStep) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, new = plan.num_latents, call.kv_score.new_empty
+        latent = new(rows, LATENT_DIM, dtype=torch.bfloat16)
+        return latent, new(rows, dtype=torch.int32)
+
+    return Launches(
+        tuple(variant.launch() for variant in kernels),
+        grids,
+        ("latent_ptr", "token_ptr"),
+        memory,
+        num_rows=lambda plan: plan.num_latents,
+    )

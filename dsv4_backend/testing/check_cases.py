@@ -25,14 +25,11 @@ from dsv4_backend import (
     compress_decode_,
     compress_norm_rope_hadamard_,
     compress_prefill_,
-    quantise_indexer_queries,
     reference,
 )
 from dsv4_backend.in_place.torch import in_torch as in_place_torch
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.low_ratio_step import OPERATOR as LOW_RATIO
-from dsv4_backend.queries import OPERATOR
-from dsv4_backend.queries.torch import in_torch as queries_torch
 from dsv4_backend.step import CompressorCall
 from dsv4_backend.step_plan import CompressorStepPlan, DecodeStepPlan, StateLayout
 from dsv4_backend.testing import low_ratio
@@ -87,8 +84,6 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
         name = "adversarial" if adversarial else "small"
         if path.operator.startswith("in_place"):
             found[name] = functools.partial(_in_place, path, adversarial)
-        elif path.operator == OPERATOR:
-            found[name] = functools.partial(_queries, path, adversarial)
         else:
             for layout in layouts or ("paged", "ring"):
                 spec = _spec(path.operator.rpartition("_")[0], layout, adversarial)
@@ -247,7 +242,7 @@ def to_device(
         CompressorLayer(layer.spec, *(x.to(device) for x in weights)),
         call.kv_score.to(device, copy=True),
         state,
-        *(cache.to(device, copy=True) for cache in engine.caches),  # type: ignore[arg-type]
+        *(cache.to(device, copy=True) for cache in engine.caches),
     )
 
 
@@ -282,42 +277,6 @@ def _in_place(path: KernelPath, adversarial: bool, target: Target, device: torch
     if not bool(((result.float() - want.float()).abs() <= ulp).all()):
         raise RuntimeError("an element is more than one bf16 ulp off")
     return float((result != want)[[0, 2, 5]].float().mean())
-
-
-def _queries(path: KernelPath, adversarial: bool, target: Target, device: torch.device) -> float:
-    """``quantise_indexer_queries``: the share of codes that differ."""
-    rng = torch.Generator().manual_seed(4)
-    q = torch.randn(6, 4, 128, generator=rng)
-    if adversarial:
-        q *= 10.0 ** (8 * torch.rand(6, 4, 1, generator=rng) - 4)
-        q[2] = 0.0
-    q = q.bfloat16()
-    weights = torch.rand(6, 4, generator=rng) + 0.5
-    table = rope_table("split", rng, device=CPU)
-    positions = torch.tensor([0, 1, 28, 400, 7, 1023])
-    worst = 0.0
-    for cache_format in ("indexer_fp8", "indexer_mxfp4"):
-        spec = make_spec(cache_format, rope_layout="split")
-        want_codes, want_scales, want = queries_torch(spec, q, positions, table, weights, 0.1, 0.5)
-        codes, scales, out = quantise_indexer_queries(
-            spec,
-            q.to(device),
-            positions.to(device),
-            table.to(device),
-            weights.to(device),
-            0.1,
-            0.5,
-            target=target,
-            selection=forced(TABLES, target, None, path),
-        )
-        worst = max(worst, float((codes.cpu() != want_codes).float().mean()))
-        missing = torch.empty(0)
-        got, known = (missing if x is None else x.cpu() for x in (scales, want_scales))
-        if not torch.equal(got, known):
-            raise RuntimeError("a scale differs from that of the definition")
-        if not torch.allclose(out.cpu(), want, rtol=1e-6, atol=0):
-            raise RuntimeError("a head's weight differs from that of the definition")
-    return worst
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ from backend_core.operator import Selection, forced
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from dsv4_backend import (
-    LaunchCache,
     LowRatioLayer,
     LowRatioSpec,
     LowRatioStep,
@@ -204,7 +203,6 @@ def compare(
     target: Target,
     device: torch.device,
     selection: Selection[Any, Any] | None = None,
-    launches: LaunchCache | None = None,
 ) -> float:
     """One call on the paths of a target and by the definition, which the engine goes on from: the
     share of written values that differ; see `judge`."""
@@ -215,7 +213,6 @@ def compare(
         score=moved.score,
         target=target,
         selection=selection,
-        launches=launches,
     )
     return judge(engine, call, plan, moved)
 
@@ -288,13 +285,13 @@ def serve(
     longest = max(end for chunks in steps for _, _, end in chunks)
     engine, layer = LowRatioEngine(spec, 3, longest, ring_rows), make_layer(spec, 5, CPU)
     histories = [make_history(spec, longest, 70 + n, adversarial) for n in range(3)]
-    launches, worst = LaunchCache(), 0.0
+    worst = 0.0
     for chunks in steps:
         rows = torch.cat([histories[n][a:b] for n, a, b in chunks])
         rows = torch.cat([rows, torch.full((2, spec.row_width), torch.nan)])
         call = engine.call(layer, rows)
         plan = engine.plan(chunks, known=known)
-        worst = max(worst, compare(engine, call, plan, target, device, selection, launches))
+        worst = max(worst, compare(engine, call, plan, target, device, selection))
     return worst
 
 

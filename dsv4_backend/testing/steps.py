@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from dsv4_backend import (
     CompressorLayer,
-    LaunchCache,
     LowRatioStep,
     PagedDecode,
     PagedPrefill,
@@ -47,21 +46,16 @@ class TimedStep:
     cache: torch.Tensor
     step_plan: DecodeStepPlan | PrefillStepPlan
     ends: int
-    launches: LaunchCache = field(default_factory=LaunchCache)
 
     def call(
         self, target: Target | None = None, selection: Selection[Any, Any] | None = None
     ) -> Callable[[], None]:
         """The operator on these tensors, as an adapter calls it."""
         tensors = (self.layer, self.kv_score, self.state, self.cache)
-        plan, launches = self.step_plan, self.launches
+        plan = self.step_plan
         if isinstance(plan, DecodeStepPlan):
-            return lambda: compress_decode_(
-                *tensors, plan, target=target, selection=selection, launches=launches
-            )
-        return lambda: compress_prefill_(
-            *tensors, plan, target=target, selection=selection, launches=launches
-        )
+            return lambda: compress_decode_(*tensors, plan, target=target, selection=selection)
+        return lambda: compress_prefill_(*tensors, plan, target=target, selection=selection)
 
     def floor_bytes(self) -> int:
         """Each input row read and each state row written once; windows and records of the ends.
@@ -140,18 +134,15 @@ class TimedLowRatio:
     call: LowRatioCall
     step_plan: LowRatioStep
     ends: int
-    launches: LaunchCache = field(default_factory=LaunchCache)
 
     def run(
         self, target: Target | None = None, selection: Selection[Any, Any] | None = None
     ) -> Callable[[], None]:
         """The operator on these tensors, as an adapter calls it."""
-        call, plan, launches = self.call, self.step_plan, self.launches
+        call, plan = self.call, self.step_plan
         tensors = (call.layer, call.kv_score, call.state, call.cache, call.index_cache)
         chosen: dict[str, Any] = {"target": target, "selection": selection}
-        return lambda: compress_low_ratio_(
-            *tensors, plan, score=call.score, launches=launches, **chosen
-        )
+        return lambda: compress_low_ratio_(*tensors, plan, score=call.score, **chosen)
 
     def floor_bytes(self) -> int:
         """Inputs read once, the newest rows of each ring and every record written once, and of

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 
 from backend_core.contracts import expect_stride, once
+from backend_core.ready import Prepared
 from kda_backend.contract.tensors import check_state, check_tokens, expect
-from kda_backend.contract.values import GateSpec, Kept, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import MAX_HEAD_DIM
 from kda_backend.step_plan import StepPlan
@@ -21,13 +22,13 @@ class Checked(NamedTuple):
         selection: the paths that serve it.
         packed: q, k, v, g and beta are read as they are, not as packed copies.
         out_packed: so is ``out`` written; true where the call brings none.
-        kept: for the path that runs such calls.
+        layout: of such calls, for the path that runs them.
     """
 
     selection: KdaSelection
     packed: bool
     out_packed: bool
-    kept: Kept
+    layout: Prepared
 
 
 @once
@@ -51,7 +52,7 @@ def check_sequences(
     check_state(state, tokens, num_sequences)
     q, k, v, g, beta = tokens[:5]
     is_packed = all(map(_is_packed, (q, k, v, g, beta.unsqueeze(3))))
-    return Checked(selection, is_packed, out is None or _is_packed(out), Kept())
+    return Checked(selection, is_packed, out is None or _is_packed(out), Prepared())
 
 
 def packed(tokens: TokenInputs) -> TokenInputs:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from backend_core.contracts import expect_shape, expect_stride, once
+from backend_core.ready import Prepared
 from kda_backend.contract.tensors import (
     FLOATS,
     check_packed_states,
@@ -21,7 +22,6 @@ from kda_backend.contract.values import (
     DraftInputs,
     DraftShape,
     GateSpec,
-    Kept,
     NormInputs,
     StateRef,
     TokenInputs,
@@ -31,15 +31,17 @@ from kda_backend.spec import CONV_TAPS, MAX_STEP_DIM
 
 
 class CheckedStep(NamedTuple):
-    """The findings of `check_step` for a right call.
+    """The findings of a check for a right call.
 
     Attributes:
         selection: the paths that serve it.
-        kept: for the path that runs such calls.
+        prepared: what runs such calls, by path and promise.
+        draft: sizes of the drafts, of a verification.
     """
 
     selection: KdaSelection
-    kept: Kept
+    prepared: Prepared
+    draft: DraftShape | None = None
 
 
 @once
@@ -66,7 +68,7 @@ def check_step(
             f"state_indices must have shape [{rows}] and stride 1, got"
             f" {list(indices.shape)} and {list(indices.stride())}"
         )
-    return CheckedStep(selection, Kept())
+    return CheckedStep(selection, Prepared())
 
 
 @once
@@ -79,8 +81,8 @@ def check_verification(
     norm: NormInputs | None,
     out: torch.Tensor | None,
     selection: KdaSelection | None,
-) -> tuple[KdaSelection, DraftShape]:
-    """All but values of a verification; returns the paths that serve it, and the draft's sizes.
+) -> CheckedStep:
+    """All but values of a verification.
 
     Raises:
         ValueError: an argument is not as the operator describes it.
@@ -109,7 +111,7 @@ def check_verification(
             f"a draft must have at most {max_tokens} tokens,"
             f" got {num_tokens // sequences} per sequence"
         )
-    return selection, DraftShape(sequences, max_tokens)
+    return CheckedStep(selection, Prepared(), DraftShape(sequences, max_tokens))
 
 
 def is_aligned(state: StateRef, conv: ConvInputs | None) -> bool:

@@ -6,27 +6,17 @@ the tensors of a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from kda_backend.spec import Beta, Gate
 
 if TYPE_CHECKING:
+    from backend_core.ready import Prepared
     from kda_backend.scratch import Scratch
     from kda_backend.step_plan import StepPlan
-
-
-class Kept(dict[Hashable, Any]):
-    """The paths' conclusions from strides, dtypes and options of a call, for calls alike: a
-    check's result has one (`backend_core.contracts.once`). It holds no tensor and no address.
-
-    Compared by identity, it stands for the layout of those calls.
-    """
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-    __eq__ = object.__eq__
 
 
 class TokenInputs(NamedTuple):
@@ -317,7 +307,7 @@ class PrefillCall(NamedTuple):
         chunk_states: ``[chunks, HV, V, K]``, laid out like ``state``: receives the state before
             each chunk; or ``None``.
         scratch: memory for the path.
-        kept: of the check, or of calls that are laid out alike.
+        layout: stands for calls that are laid out alike.
         conv: of q and k, which are from before it, for a path that makes it; else ``None``.
     """
 
@@ -328,13 +318,13 @@ class PrefillCall(NamedTuple):
     out: torch.Tensor
     chunk_states: torch.Tensor | None
     scratch: Scratch
-    kept: Kept
+    layout: Prepared
     conv: ConvInputs | None = None
 
 
 Addresses = Sequence[int]
-Relaunch = Callable[[Addresses, GateSpec, Addresses, "Scratch", Addresses], None]
-"""The launches of a prefill's path for calls of one step that are laid out alike. It takes the
+PreparedPrefill = Callable[[Addresses, GateSpec, Addresses, "Scratch", Addresses], None]
+"""The launches of a prefill's path for calls of one step plan that are laid out alike. It takes the
 addresses of q, k, v, g, beta and the output; the gate; `arguments_sm90.state_addresses`; scratch
 memory; and the addresses of windows and taps where the path makes the convolution, else none."""
 
@@ -359,7 +349,6 @@ class DecodeCall(NamedTuple):
     norm: NormInputs | None
     out: torch.Tensor
     pdl_prefetch_safe: bool
-    kept: Kept
 
 
 class VerifyCall(NamedTuple):
@@ -373,3 +362,20 @@ class VerifyCall(NamedTuple):
     conv: ConvInputs | None
     norm: NormInputs | None
     out: torch.Tensor
+
+
+class StepPath(Protocol):
+    """A path of the decode step or the verification, bound to a layer."""
+
+    def prepare(self, call: Any, /) -> Callable[[Any], None]:
+        """What runs calls that are laid out as this one; it keeps no tensor of it."""
+
+
+class InTorch:
+    """A path in torch, which prepares nothing."""
+
+    def __init__(self, run: Callable[[Any], None]) -> None:
+        self._run = run
+
+    def prepare(self, call: object) -> Callable[[Any], None]:
+        return self._run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kda_backend.contract.values import DecodeCall
@@ -10,7 +11,7 @@ from kda_backend.launch_params import FusedStepParams, FusedVerifyParams
 from kda_backend.token_spec import TokenSpec
 
 if TYPE_CHECKING:
-    from backend_core.launch.triton import KernelLaunch
+    from backend_core.launch.triton import Grid, KernelLaunch
     from backend_core.tables.schema import KernelPath
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
@@ -37,39 +38,44 @@ class TritonStep:
     def __init__(self, params: FusedStepParams) -> None:
         self._kernel = functools.cache(functools.partial(step_kernel, params))
 
-    def __call__(self, call: DecodeCall) -> None:
-        tokens, gate, state, conv, norm, out, _, _ = call
-        q, k, v, g, beta = tokens[:5]
-        spec = TokenSpec.of(tokens, gate)
-        kernel, value_blocks = self._kernel(spec, conv is None and norm is None)
-        rows, value_heads = v.shape[:2]
-        pool, indices = state.write, state.indices
-        assert pool is not None and indices is not None
-        conv_state, conv_weight, conv_bias = conv or NO_CONV
-        norm_weight, norm_gate, eps = norm or NO_NORM
-        kernel.launch(
-            (value_blocks * value_heads * rows, 1, 1),
-            q_ptr=q,
-            k_ptr=k,
-            v_ptr=v,
-            g_ptr=g,
-            beta_ptr=beta,
-            a_log_ptr=gate.a_log,
-            dt_bias_ptr=gate.dt_bias,
-            state_ptr=pool,
-            state_indices_ptr=indices,
-            conv_state_ptr=conv_state,
-            conv_weight_ptr=conv_weight,
-            conv_bias_ptr=conv_bias,
-            norm_weight_ptr=norm_weight,
-            norm_gate_ptr=norm_gate,
-            out_ptr=out,
-            null_slot=state.null_slot,
-            lower_bound=gate.lower_bound,
-            scale=tokens.scale,
-            eps=eps,
-            HV=value_heads,
-        )
+    def prepare(self, call: DecodeCall) -> Callable[[DecodeCall], None]:
+        spec, split = TokenSpec.of(call.tokens, call.gate), call.conv is None and call.norm is None
+        kernel, value_blocks = self._kernel(spec, split)
+        rows, value_heads = call.tokens.v.shape[:2]
+        grid = value_blocks * value_heads * rows, 1, 1
+        return functools.partial(_run, kernel, grid)
+
+
+def _run(kernel: KernelLaunch, grid: Grid, call: DecodeCall) -> None:
+    tokens, gate, state, conv, norm, out, _ = call
+    q, k, v, g, beta = tokens[:5]
+    pool, indices = state.write, state.indices
+    assert pool is not None and indices is not None
+    conv_state, conv_weight, conv_bias = conv or NO_CONV
+    norm_weight, norm_gate, eps = norm or NO_NORM
+    kernel.launch(
+        grid,
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        g_ptr=g,
+        beta_ptr=beta,
+        a_log_ptr=gate.a_log,
+        dt_bias_ptr=gate.dt_bias,
+        state_ptr=pool,
+        state_indices_ptr=indices,
+        conv_state_ptr=conv_state,
+        conv_weight_ptr=conv_weight,
+        conv_bias_ptr=conv_bias,
+        norm_weight_ptr=norm_weight,
+        norm_gate_ptr=norm_gate,
+        out_ptr=out,
+        null_slot=state.null_slot,
+        lower_bound=gate.lower_bound,
+        scale=tokens.scale,
+        eps=eps,
+        HV=v.shape[1],
+    )
 
 
 def blocks_axis() -> int:

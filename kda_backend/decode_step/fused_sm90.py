@@ -74,22 +74,25 @@ class FusedStepSm90:
         self._params = params
         self._kernels: dict[tuple[tuple[str, int], ...], CudaKernel] = {}
 
-    def __call__(self, call: DecodeCall) -> None:
-        """Raises ValueError where the pool or the convolution's weight is not aligned."""
-        tokens, gate, state, conv, norm, out, pdl_prefetch_safe, kept = call
-        launch = kept.get((self, pdl_prefetch_safe))
-        if launch is None:
-            if not is_aligned(state, conv):
+    def prepare(self, call: DecodeCall) -> Callable[[DecodeCall], None]:
+        """Raises ValueError, as its result does, where the pool or the convolution's weight is not
+        aligned."""
+        if not is_aligned(call.state, call.conv):
+            raise _misaligned(call.state, call.conv)
+        launch = self._launch_of(call)
+
+        def run(call: DecodeCall) -> None:
+            tokens, gate, state, conv, norm, out, _ = call
+            tensors = (
+                *(*tokens[:5], gate.a_log, gate.dt_bias, state.write, state.indices),
+                *(*(conv or (None, None, None)), *(norm or (None, None))[:2], out),
+            )
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            if (addresses[7] | addresses[10]) & 15:  # the slot stride is that of all such calls
                 raise _misaligned(state, conv)
-            launch = kept[self, pdl_prefetch_safe] = self._launch_of(call)
-        tensors = (
-            *(*tokens[:5], gate.a_log, gate.dt_bias, state.write, state.indices),
-            *(*(conv or (None, None, None)), *(norm or (None, None))[:2], out),
-        )
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if (addresses[7] | addresses[10]) & 15:  # the slot stride was checked for calls alike
-            raise _misaligned(state, conv)
-        launch(addresses)
+            launch(addresses)
+
+        return run
 
     def kernel(self, defines: dict[str, int]) -> CudaKernel:
         """The kernel of these preprocessor constants."""
@@ -100,7 +103,7 @@ class FusedStepSm90:
 
     def _launch_of(self, call: DecodeCall) -> Callable[[list[int]], None]:
         """The launch of calls alike, of the addresses that the parameters begin with."""
-        tokens, gate, state, conv, norm, out, pdl_prefetch_safe, _ = call
+        tokens, gate, state, conv, norm, out, pdl_prefetch_safe = call
         q, k, v, g, beta = tokens[:5]
         pool = state.write
         assert pool is not None

@@ -15,11 +15,11 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
+from backend_core.ready import Prepared
 from kda_backend.contract.values import (
     GateSpec,
-    Kept,
     PrefillCall,
-    Relaunch,
+    PreparedPrefill,
     StateRef,
     TokenInputs,
 )
@@ -93,44 +93,35 @@ class HopperPath:
         """Every kernel that a call may choose, compiled in threads."""
         raise NotImplementedError
 
-    def launch_of(self, call: PrefillCall) -> Relaunch | None:
-        """A plan's launch, from its first call that is laid out so; ``None`` where rows start off
-        multiples of 16 bytes by their strides."""
+    def prepare(self, call: PrefillCall) -> PreparedPrefill | None:
+        """The launches of a plan's calls that are laid out as this one; ``None`` where tensors have
+        to be copied first."""
         raise NotImplementedError
 
-    def __call__(self, call: PrefillCall) -> Relaunch | None:
-        """Runs a call, and returns what makes the same launches at other addresses, if the tensors
-        can be read where they are."""
-        return _run(self, call)
+    def __call__(self, call: PrefillCall) -> None:
+        tokens, gate, step_plan, state, out, chunk_states, scratch, layout, conv = call
+        if step_plan.num_sequences == 0:
+            return  # no scan would be launched, and none would reset the counters
+        key = layout, self, chunk_states is None
+        launch: PreparedPrefill | None = step_plan.prepared.get(key, _NOT_SEEN)
+        if launch is _NOT_SEEN:
+            launch = step_plan.prepared.keep(key, self.prepare(call))
+        rows = [x.data_ptr() for x in (*tokens[:5], out)]
+        if launch is None or (rows[0] | rows[1] | rows[2] | rows[3] | rows[5]) & 15:
+            self._run_on_copies(call)
+            return
+        qk_conv = () if conv is None else (conv.state.data_ptr(), conv.weight.data_ptr())
+        launch(rows, gate, state_addresses(state, chunk_states), scratch, qk_conv)
 
-
-def _run(path: HopperPath, call: PrefillCall) -> Relaunch | None:
-    tokens, gate, step_plan, state, out, chunk_states, scratch, kept, conv = call
-    if step_plan.num_sequences == 0:
-        return None  # no scan would be launched, and none would reset the counters
-    layout = kept, path, chunk_states is None
-    launch: Relaunch | None = step_plan.prepared.get(layout, _NOT_SEEN)
-    if launch is _NOT_SEEN:
-        launch = step_plan.prepared.keep(layout, path.launch_of(call))
-    q, k, v, g = [x.data_ptr() for x in tokens[:4]]
-    o = out.data_ptr()
-    if launch is None or (q | k | v | g | o) & 15:
-        _run_on_16_bytes(path, call)
-        return None
-    beta = beta_of(tokens)  # a copy must live until the launch
-    qk_conv = () if conv is None else (conv.state.data_ptr(), conv.weight.data_ptr())
-    rows = q, k, v, g, beta.data_ptr(), o
-    launch(rows, gate, state_addresses(state, chunk_states), scratch, qk_conv)
-    return launch if beta is tokens.beta else None
-
-
-def _run_on_16_bytes(path: HopperPath, call: PrefillCall) -> None:
-    """`_run` of packed copies, whose launch no other call makes."""
-    rows = TokenInputs._make((*map(_on_16_bytes, call.tokens[:4]), *call.tokens[4:]))
-    aligned, plan = _on_16_bytes(call.out), dataclasses.replace(call.step_plan)
-    _run(path, call._replace(tokens=rows, out=aligned, step_plan=plan, kept=Kept()))
-    if aligned is not call.out:
-        call.out.copy_(aligned)
+    def _run_on_copies(self, call: PrefillCall) -> None:
+        """A call of packed copies on 16 bytes, beta in bf16 or fp32, whose launches are its own."""
+        tokens, plan = call.tokens, dataclasses.replace(call.step_plan)
+        beta = tokens.beta.to(_beta_dtype(tokens))
+        rows = TokenInputs._make((*map(_on_16_bytes, tokens[:4]), beta, *tokens[5:]))
+        out = _on_16_bytes(call.out)
+        self(call._replace(tokens=rows, out=out, step_plan=plan, layout=Prepared()))
+        if out is not call.out:
+            call.out.copy_(out)
 
 
 class Track(enum.IntEnum):
@@ -175,9 +166,9 @@ def intra_defines(variant: PrefillVariant, ctas_per_sm: int) -> dict[str, int]:
     return tile_defines(variant) | {"MIN_BLOCKS": ctas_per_sm}
 
 
-def beta_of(tokens: TokenInputs) -> torch.Tensor:
-    """beta in bf16 or fp32, which the kernels read."""
-    return tokens.beta if tokens.beta.dtype != torch.float16 else tokens.beta.float()
+def _beta_dtype(tokens: TokenInputs) -> torch.dtype:
+    """That of beta as the kernels read it."""
+    return torch.float32 if tokens.beta.dtype == torch.float16 else tokens.beta.dtype
 
 
 def variant_of(
@@ -192,7 +183,7 @@ def variant_of(
         gate=gate.kind,
         beta=tokens.beta_kind,
         l2norm=tokens.l2norm,
-        beta_dtype=beta_of(tokens).dtype,
+        beta_dtype=_beta_dtype(tokens),
         int64_offsets=step_plan.cu_seqlens.dtype == torch.int64,
         state_dtype=state.dtype,
         track=_track_of(state, chunk_states),
@@ -237,15 +228,16 @@ def snapshot_pool(state: StateRef) -> Callable[..., bytes]:
 def layout_of(call: PrefillCall) -> tuple[dict[str, tuple[int, ...]] | None, PrefillVariant]:
     """Strides (token, head) of rows and (row, head, V, K) of states, by the names of the kernels'
     parameters, zeros where there is none; or ``None`` where q, k, v, g or the output have rows off
-    multiples of 16 bytes. And the variant. Calls alike keep both."""
-    (q, k, v, g, *_), gate, step_plan, state, out, chunk_states, _, kept, _ = call
+    multiples of 16 bytes, or beta is in fp16. And the variant. Calls alike keep both."""
+    (q, k, v, g, beta, *_), gate, step_plan, state, out, chunk_states, _, kept, _ = call
     what = step_plan.cu_seqlens.dtype, chunk_states is None
     if what not in kept:
         strides = None
         rows = [x.stride()[1:3] for x in (q, k, v, g, out)]
-        if functools.reduce(operator.or_, itertools.chain(*rows)) % 8 == 0:
+        on_16_bytes = functools.reduce(operator.or_, itertools.chain(*rows)) % 8 == 0
+        if on_16_bytes and beta.dtype != torch.float16:
             strides = dict(zip("qkvgo", rows, strict=True))
-            strides["beta"] = beta_of(call.tokens).stride()[1:]
+            strides["beta"] = beta.stride()[1:]
             states = (("in", state.read), ("out", state.write))
             strides |= {f"state_{name}": state.strides(x) for name, x in states}
             strides["chunk_states"] = state.strides(chunk_states)

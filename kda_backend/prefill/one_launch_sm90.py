@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from backend_core.target import Target
-from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, Relaunch, StateRef
+from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, PreparedPrefill, StateRef
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
     KERNELS,
@@ -112,7 +112,7 @@ class OneLaunchSm90(HopperPath):
             kernel.load()
         return self._made[variant]
 
-    def launch_of(self, call: PrefillCall) -> Relaunch | None:
+    def prepare(self, call: PrefillCall) -> PreparedPrefill | None:
         strides, variant = layout_of(call)
         if strides is None:
             return None
@@ -121,7 +121,7 @@ class OneLaunchSm90(HopperPath):
 
 def _launch_of(
     kernels: Kernels, sms: int, strides: Mapping[str, tuple[int, ...]], call: PrefillCall
-) -> Relaunch:
+) -> PreparedPrefill:
     tokens, gate, step_plan, state, *_ = call
     value_heads = tokens.v.shape[2]
     assert step_plan.max_tokens is not None  # the row has a limit of the longest sequence

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from backend_core.launch.cuda import CudaKernel
     from backend_core.tables.schema import KernelPath
-    from kda_backend.contract.values import ConvInputs, GateSpec, Relaunch, StateRef, TokenInputs
+    from kda_backend.contract.values import ConvInputs, GateSpec, PrefillCall, StateRef, TokenInputs
     from kda_backend.prefill.arguments_sm90 import PrefillVariant
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def path_of(
     selection: KdaSelection, tokens: TokenInputs, step_plan: StepPlan, state: StateRef
-) -> tuple[KernelPath, Callable[..., Relaunch | None]]:
+) -> tuple[KernelPath, Callable[[PrefillCall], None]]:
     """The row for the grid and the lengths of a call with these packed tokens, and its bound path.
 
     Rows that are limited by lengths read states whose channels lie in pairs, as those of all

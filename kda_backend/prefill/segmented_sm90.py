@@ -16,7 +16,7 @@ from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
-from kda_backend.contract.values import PrefillCall, Relaunch
+from kda_backend.contract.values import PrefillCall, PreparedPrefill
 from kda_backend.launch_params import SegmentedParams
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -104,7 +104,7 @@ class SegmentedSm90(HopperPath):
             kernel.load()
         return self._made[variant.int64_offsets, variant.state_dtype, variant.track]
 
-    def launch_of(self, call: PrefillCall) -> Relaunch | None:
+    def prepare(self, call: PrefillCall) -> PreparedPrefill | None:
         return self._whole.launch_with(call, self._scan)
 
     def _scan(self, call: PrefillCall) -> Scan:

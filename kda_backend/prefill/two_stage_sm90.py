@@ -10,7 +10,7 @@ from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import Target
-from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, Relaunch
+from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, PreparedPrefill
 from kda_backend.launch_params import PrefillCostModel
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
@@ -109,13 +109,13 @@ class TwoStageSm90(HopperPath):
             kernel.load()
         return self._made[variant]
 
-    def launch_of(self, call: PrefillCall) -> Relaunch | None:
+    def prepare(self, call: PrefillCall) -> PreparedPrefill | None:
         return self.launch_with(call, None)
 
     def launch_with(
         self, call: PrefillCall, segments: Callable[[PrefillCall], Scan] | None
-    ) -> Relaunch | None:
-        """`launch_of`; ``segments`` takes the place of a scan of whole sequences."""
+    ) -> PreparedPrefill | None:
+        """`prepare`; ``segments`` takes the place of a scan of whole sequences."""
         strides, variant = layout_of(call)
         if strides is None:
             return None
@@ -128,7 +128,7 @@ def _launch_of(
     variant: PrefillVariant,
     segments: Callable[[PrefillCall], Scan] | None,
     call: PrefillCall,
-) -> Relaunch:
+) -> PreparedPrefill:
     tokens, gate, step_plan, state, *_, conv = call
     device, value_heads = tokens.q.device, tokens.v.shape[2]
     num_tiles = step_plan.num_chunks * value_heads

@@ -58,13 +58,14 @@ def handed(monkeypatch: pytest.MonkeyPatch, plan: BlockPlan, *x: torch.Tensor) -
         found.update(self._kwargs)
 
     monkeypatch.setattr(KernelLaunch, "_interpret", called)
-    monkeypatch.setattr(launch, "_launcher", lambda kernel: kernel._call_by_name)
+    monkeypatch.setattr(launch, "_launchers", lambda kernel: (kernel._call_by_name, None))
     q, k, v = x
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     spec = BlockSparseSpec.of(q, k, v, plan)
     row = select(TABLES, "block_sparse", H200, spec).row(1)
     assert row.name == "gluon"
-    gluon.bind(row, spec, H200)(BlockSparseInputs(q, k, v, plan, 0.1, out, lse))
+    call = BlockSparseInputs(q, k, v, plan, 0.1, out, lse)
+    gluon.bind(row, spec, H200).prepare(call)(call)
     return found
 
 

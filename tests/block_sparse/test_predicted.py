@@ -24,7 +24,7 @@ from block_sparse_backend.testing.cases import (
     inputs,
 )
 from block_sparse_backend.variants import sage
-from block_sparse_backend.variants.pooled import Pooled, pool
+from block_sparse_backend.variants.pooled import Pooled, pool, pool_in_torch
 from block_sparse_backend.variants.sage import SageMode
 from tests.engines.kda.sglang.device_graph import DeviceGraph
 
@@ -179,8 +179,8 @@ def test_prediction_while_quantising(
         assert torch.equal(getattr(plan, name), getattr(want_plan, name)), name
     torch.testing.assert_close(got, list(want), rtol=0, atol=0)
     pooled = [Pooled.empty(q, k, *blocks, choice.has_likeness)]
-    sage.quantise(q, k, v, SageMode(), 0.125, blocks[1], "triton", pooled[0])
-    pooled += [pool(q, k, blocks, choice.has_likeness, path) for path in ("torch", "triton")]
+    sage.quantise(q, k, v, SageMode(), 0.125, blocks[1], pooled[0])
+    pooled += [pool_in_torch(q, k, blocks), pool(q, k, blocks, choice.has_likeness)]
     for name in ("q_sums", "k_sums", "q_likeness", "k_likeness"):
         made = [getattr(x, name) for x in pooled]
         if not pooled[2].is_centred and name == "k_sums":  # they still have their mean
@@ -196,7 +196,7 @@ def test_scores_beside_float64(is_causal: bool, seed: int, device: torch.device)
     number each. The bound is the format's rounding of both factors, over their lengths."""
     q, k, _ = inputs((2, 140, 64), (1, 700, 64), seed=seed, device=device)
     k = k + 10 * torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(seed)).to(k)
-    x = pool(q, k, (16, 32), False, "triton")
+    x = pool(q, k, (16, 32), False)
     got = predicted.scores(x, is_causal, 0.25)[..., :22].cpu().double()
     middle = 11 * 32
 

@@ -140,8 +140,6 @@ def compressor_calls() -> dict[str, tuple[Call, Outputs]]:
     memory = (row, engine.state, engine.cache)
     decode, prefill = engine.decode_plan([(0, 8)]), engine.prefill_plan([(0, 0, 4)])
     ends = dsv4.SeqLens(torch.tensor([4, 8], device=CPU))
-    q, weights = torch.randn(4, 3, 128), torch.randn(4, 3)
-    positions = torch.arange(4, device=CPU)
     in_place = {"head_dim": 128, "compress_ratio": 4, "rotate": True, "target": H200}
     return {
         "compress_decode_": (
@@ -163,12 +161,6 @@ def compressor_calls() -> dict[str, tuple[Call, Outputs]]:
                 **in_place,  # type: ignore[arg-type]
             ),
             (marked(2, 128),),
-        ),
-        "quantise_indexer_queries": (
-            lambda _: dsv4.quantise_indexer_queries(
-                spec, q, positions, layer.rope_table, weights, 1.0, 1.0, target=H200
-            ),
-            (),
         ),
     }
 

@@ -22,17 +22,19 @@ def modules_of(root: Path, packages: Iterable[str]) -> dict[str, Path]:
     return found
 
 
-def imported_names(file: Path, parts: tuple[str, ...], *, late: bool = True) -> Iterator[str]:
+def imported_names(
+    file: Path, parts: tuple[str, ...], *, late: bool = True, typed: bool = False
+) -> Iterator[str]:
     """Every name that ``file`` imports, absolute; ``*`` stands for a placeholder's value.
-
-    Imports under ``if TYPE_CHECKING`` are left out: they never run.
 
     Args:
         parts: of the file's path without its suffix, from the root.
         late: also the imports inside functions, and those through ``importlib``.
+        typed: also the imports under ``if TYPE_CHECKING``, which never run.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    skipped = {id(n) for branch in _typing_branches(tree) for n in ast.walk(branch)}
+    branches = () if typed else _typing_branches(tree)
+    skipped = {id(n) for branch in branches for n in ast.walk(branch)}
     if not late:
         functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
         outer = [node for node in ast.walk(tree) if isinstance(node, functions)]
@@ -111,14 +113,14 @@ def _named(argument: ast.expr | None) -> Iterator[str]:
 
 
 def graph(
-    root: Path, modules: Mapping[str, Path], *, late: bool = True
+    root: Path, modules: Mapping[str, Path], *, late: bool = True, typed: bool = False
 ) -> dict[str, frozenset[str]]:
-    """For each module, those of ``modules`` that it imports."""
+    """For each module, those of ``modules`` that it imports; see `imported_names`."""
     edges: dict[str, frozenset[str]] = {}
     for name, file in modules.items():
         parts = file.relative_to(root).with_suffix("").parts
         found: set[str] = set()
-        for imported in imported_names(file, parts, late=late):
+        for imported in imported_names(file, parts, late=late, typed=typed):
             found |= _meant(imported, modules)
         edges[name] = frozenset(found - {name})
     return edges

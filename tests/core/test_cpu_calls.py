@@ -36,7 +36,6 @@ REFUSALS = {
     "compress_prefill_": f"ValueError: kv_score {READ}",
     "warm_up": f"ValueError: kv_score {READ}",
     "compress_norm_rope_hadamard_": f"ValueError: kv {READ}",
-    "quantise_indexer_queries": f"ValueError: q {READ}",
 }
 
 

@@ -16,7 +16,7 @@ from triton.compiler.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from backend_core.launch.triton import KernelLaunch, pack  # noqa: E402
+from backend_core.launch.triton import KernelLaunch  # noqa: E402
 
 
 def scale_rows(
@@ -185,24 +185,26 @@ def test_a_compiled_kernel_is_loaded_once_for_each_device(recorder: RecordingDri
     assert functions[0] is functions[2] is not functions[1]
 
 
-@pytest.mark.parametrize("mask", [None, _tensor()])
-def test_a_launch_is_made_again_of_other_addresses(
-    recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch, mask: torch.Tensor | None
-) -> None:
+TAKES = ("mask_ptr", "unknown_ptr", "x_ptr")
+
+
+def test_a_prepared_launch_is_a_plain_one_of_other_addresses(recorder: RecordingDriver) -> None:
+    """Whatever the order of the addresses, and of tensors that are gone."""
     launch = _launch(JITFunction(scale_rows))
-    others = (_tensor(), _tensor(), None if mask is None else _tensor(), 16, 32, 2.0)
-    again = launch.launch((3, 2, 1), **_named((_tensor(), others[1], mask, 16, 32, 2.0)))
-    assert again is not None
-    addresses = [None if x is None else x.data_ptr() for x in others[:3]]
-    again(addresses[0], addresses[1], *([] if mask is None else addresses[2:]))
-    for _ in range(2):
-        again(*addresses)
-        launch.launch((3, 2, 1), **_named(others))
-        assert recorder.launches[-2] == recorder.launches[-1]
-    hook = lambda metadata: None  # noqa: E731
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
-    again(*addresses)
-    assert recorder.launches[-1][1][RECORD[1]] is hook
+    for name, args in CALLS.items():
+        launch.launch((3, 2, 1), **_named(args))
+        source, want = recorder.launches[-1]
+        x, _, mask, *_ = args
+        others = {"x_ptr": torch.empty_like(x), "mask_ptr": mask if mask is None else _tensor()}
+        if "unaligned input" in name:
+            others["x_ptr"] = _tensor(offset=1)
+        prepared = launch.prepare(TAKES, (3, 2, 1), **{**_named(args), **others})
+        count = len(recorder.launches)
+        del others
+        prepared((0 if mask is None else mask.data_ptr(), 7, x.data_ptr()))
+        assert len(recorder.launches) == count + 1
+        got_source, got = recorder.launches[-1]
+        assert got_source is source and got == want, name
 
 
 def test_constexprs_must_be_the_kernels_and_stand_last() -> None:
@@ -227,12 +229,12 @@ def test_a_launch_hook_is_told_of_every_launch(
 ) -> None:
     constexprs, options = {"BLOCK": 16, "HAS_MASK": False}, {"num_warps": 1, "num_stages": 1}
     launch = KernelLaunch(JITFunction(scale_rows), constexprs, options)
-    packing = KernelLaunch(JITFunction(scale_rows), constexprs, options, packs=PACKS)
     args = CALLS["aligned"]
+    prepared = launch.prepare(("x_ptr",), (1, 1, 1), **_named(args))
 
     def records() -> list[Any]:
         launch.launch((1, 1, 1), **_named(args))
-        packing.launch((1, 1, 1), **_packs(args))
+        prepared((args[0].data_ptr(),))
         return [[launched[i] for i in RECORD] for _, launched in recorder.launches[-2:]]
 
     assert records() == [[None, None, None]] * 2
@@ -258,6 +260,10 @@ def test_interpreter_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.launch((0, 1, 1), **args)
     assert y.isnan().all()
     launch.launch((3, 1, 1), **args)
+    torch.testing.assert_close(y, x * mask * 2.0)
+    prepared = launch.prepare(("y_ptr", "x_ptr"), (3, 1, 1), **args)
+    x, y = torch.randn(3, 16), torch.full_like(x, torch.nan)
+    prepared((y.data_ptr(), x.data_ptr()))
     torch.testing.assert_close(y, x * mask * 2.0)
 
 
@@ -324,33 +330,6 @@ def test_tensor_descriptors_by_name(recorder: RecordingDriver) -> None:
     assert sources[0] is sources[1] is sources[3] is not sources[2]
 
 
-PACKS = {"layer": ("num_rows", "unknown_ptr", "stride_x"), "step": ("mask_ptr", "y_ptr")}
-
-
-def _packs(args: tuple[Any, ...]) -> dict[str, Any]:
-    x, y, mask, num_rows, stride, factor = args
-    packs = {"layer": pack((num_rows, None, stride)), "step": pack((mask, y))}
-    return {"x_ptr": x, "factor": factor, **packs}
-
-
-def test_packed_arguments_launch_what_a_plain_call_does(recorder: RecordingDriver) -> None:
-    """Also where the packed arguments are the first of their kind, and their tensors are gone."""
-    constexprs, options = {"BLOCK": 16, "HAS_MASK": False}, {"num_warps": 1, "num_stages": 1}
-    fn = JITFunction(scale_rows)
-    plain = KernelLaunch(fn, constexprs, options)
-    packing = KernelLaunch(fn, constexprs, options, packs=PACKS)
-    for name, args in CALLS.items():
-        plain.launch((3, 2, 1), **_named(args))
-        want_source, want = recorder.launches[-1]
-        for _ in range(2):
-            packing.launch((3, 2, 1), **_packs(args))
-            source, got = recorder.launches[-1]
-            assert source.signature == want_source.signature, name
-            assert source.attrs == want_source.attrs, name
-            assert got == want, name
-    assert len(packing._compiled) == len(plain._compiled)
-
-
 def test_strides_come_from_the_axes(recorder: RecordingDriver) -> None:
     constexprs, options = {"BLOCK": 16, "HAS_MASK": False}, {"num_warps": 1, "num_stages": 1}
 
@@ -369,22 +348,3 @@ def test_strides_come_from_the_axes(recorder: RecordingDriver) -> None:
         kernel.launch((1, 1, 1), x_ptr=x, y_ptr=y, stride_x_t=1)
     with pytest.raises(ValueError, match=r"no such tensor \['z'\]"):
         KernelLaunch(JITFunction(scale_rows), constexprs, options, axes={"z": "t"})
-
-
-def test_two_threads_never_give_two_classes_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(dict[Any, int]):
-        """Another thread packs after this one has looked how many classes there are."""
-
-        begun = False
-
-        def __len__(self) -> int:
-            size = super().__len__()
-            if not self.begun:
-                self.begun = True
-                pack([1.0])
-            return size
-
-    keys = Interrupted()
-    monkeypatch.setattr("backend_core.launch.triton._PACK_KEYS", keys)
-    numbers = [pack([argument])[0] for argument in (None, 1.0, True)]
-    assert len(set(numbers)) == 3

@@ -12,12 +12,9 @@ import torch
 from backend_core.operator import forced
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
-from dsv4_backend import compress_decode_, warm_up
-from dsv4_backend.decode import one_launch
-from dsv4_backend.launch_cache import LaunchCache
+from dsv4_backend import compress_decode_, scratch, warm_up
 from dsv4_backend.launch_params import TABLES
-from dsv4_backend.spec import CompressorLayer
-from dsv4_backend.step import CompressorCall, bound_call
+from dsv4_backend.scratch import ColumnScratch
 from dsv4_backend.testing.check_cases import check_cases
 from dsv4_backend.torch_step import step
 from tests.dsv4.cases import (
@@ -212,7 +209,6 @@ def test_split_channels_write_the_same_bytes(splits: int, layout: str) -> None:
     row = next(row for row in TABLE if row.operator == "main_c128_decode")
     whole = replace(row, max_grid=None, params=replace(row.params, splits=1))
     split = replace(whole, params=replace(row.params, splits=splits))
-    kept = LaunchCache()
 
     def run_on(path: KernelPath, entries: list[tuple[int, int] | None]) -> None:
         engine.state.copy_(before)
@@ -223,7 +219,6 @@ def test_split_channels_write_the_same_bytes(splits: int, layout: str) -> None:
             engine.decode_plan(entries),
             target=TARGET,
             selection=forced(TABLES, TARGET, None, path),
-            launches=kept,
         )
 
     for few in (entries[:3], entries):
@@ -241,49 +236,34 @@ def test_split_channels_after_memory_ran_out(number: int, monkeypatch: pytest.Mo
     layer, engine, _, entries, kv_score = prepare(make_spec("fp8_ds_mla", 128), "ring", seed=17)
     row = next(row for row in TABLE if row.operator == "main_c128_decode")
     chosen = forced(TABLES, TARGET, None, replace(row, params=replace(row.params, splits=8)))
-    plan, call = engine.decode_plan(entries), engine.call(layer, kv_score)
-    run = bound_call(call, plan, TARGET, chosen, LaunchCache().step).run(len(entries))
+    tensors = layer, kv_score, engine.state, engine.cache, engine.decode_plan(entries)
+    before = engine.cache.clone()
     with failing(monkeypatch, number), pytest.raises(torch.OutOfMemoryError):
-        run(call, plan)
-    run(call, plan)
-    assert len(call.memory[run]) == 1
+        compress_decode_(*tensors, target=TARGET, selection=chosen)
+    assert torch.equal(engine.cache, before)
+    compress_decode_(*tensors, target=TARGET, selection=chosen)
+    assert not torch.equal(engine.cache, before)
 
 
 def test_split_channels_memory_of_a_capture_is_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its zeros are written in replays, and lie nowhere before the first."""
-    layer, engine, _, entries, kv_score = prepare(make_spec("fp8_ds_mla", 128), "ring", seed=18)
-    row = next(row for row in TABLE if row.operator == "main_c128_decode")
-    chosen = forced(TABLES, TARGET, None, replace(row, params=replace(row.params, splits=8)))
-    plan, call = engine.decode_plan(entries), engine.call(layer, kv_score)
-    run = bound_call(call, plan, TARGET, chosen, LaunchCache().step).run(len(entries))
-    seen = []
-    monkeypatch.setattr(run, "_launch", lambda grid, **call: seen.append(call["arrived_ptr"]))
+    memory, seen = ColumnScratch(), []
     for capturing in (True, True, False, False, True):
-        monkeypatch.setattr(one_launch, "is_capturing", lambda device, now=capturing: now)
-        run(call, plan)
+        monkeypatch.setattr(scratch, "is_capturing", lambda device, now=capturing: now)
+        seen.append(memory.reserve(4, 8, DEVICE)[1])
     first, second, eager, again, later = seen
     assert first is not second and eager is again and later is eager
     assert eager is not first and eager is not second
 
 
-def test_split_channels_outlive_other_layers() -> None:
-    """With one launch cache for many layers a CUDA graph of the first still holds its memory."""
-    layer, engine, _, entries, kv_score = prepare(make_spec("fp8_ds_mla", 128), "ring", seed=16)
-    row = next(row for row in TABLE if row.operator == "main_c128_decode")
-    chosen = forced(TABLES, TARGET, None, replace(row, params=replace(row.params, splits=8)))
-    plan, kept = engine.decode_plan(entries), LaunchCache()
-
-    def run_on(layer: CompressorLayer, kept: LaunchCache) -> CompressorCall:
-        call = engine.call(layer, kv_score)
-        chosen_run = bound_call(call, plan, TARGET, chosen, kept.step).run(len(entries))
-        chosen_run(call, plan)
-        return call
-
-    memory = [weakref.ref(x) for pairs in run_on(layer, kept).memory.values() for x in pairs[0]]
-    for _ in range(65):
-        bound_call(engine.call(replace(layer), kv_score), plan, TARGET, chosen, kept.step)
+def test_split_channels_memory_that_a_graph_may_hold_is_kept() -> None:
+    """As long as the layer, however it grows."""
+    memory = ColumnScratch()
+    few = [weakref.ref(x) for x in memory.reserve(4, 8, DEVICE)]
+    assert memory.reserve(3, 8, DEVICE)[1] is few[1]()
+    assert memory.reserve(9, 8, DEVICE)[1].shape[0] >= 9
     gc.collect()
-    assert memory and all(x() is not None for x in memory)
+    assert all(x() is not None for x in few)
 
 
 def test_split_channels_need_one_warp_on_hip(monkeypatch: pytest.MonkeyPatch) -> None:

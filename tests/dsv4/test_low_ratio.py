@@ -15,7 +15,6 @@ from backend_core.formats import RECORD_FORMATS
 from backend_core.operator import forced
 from backend_core.tables.select import load_table
 from dsv4_backend import (
-    LaunchCache,
     LowRatioStep,
     RecordSpec,
     compress_low_ratio_,
@@ -126,7 +125,7 @@ def test_a_graph_replays_other_steps(ratio: int, known: bool, formats: Any) -> N
     spec = kit.make_spec(ratio, *formats)
     engine, layer = kit.LowRatioEngine(spec, 2, 48), kit.make_layer(spec, 5, CPU)
     histories = [kit.make_history(spec, 48, n) for n in range(2)]
-    moved, graph, launches = None, torch.cuda.CUDAGraph(), LaunchCache()
+    moved, graph = None, torch.cuda.CUDAGraph()
     for chunks in steps:
         rows = torch.cat([histories[n][a:b] for n, a, b in chunks])
         rows = torch.cat([rows, torch.full((2, spec.row_width), torch.nan)])
@@ -134,7 +133,7 @@ def test_a_graph_replays_other_steps(ratio: int, known: bool, formats: Any) -> N
         if moved is None:
             moved, held = kit.to_device(call, DEVICE), move_plan(plan, DEVICE)
             tensors = (moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache)
-            given = {"score": moved.score, "launches": launches}
+            given = {"score": moved.score}
             warm_up_low_ratio(*tensors, held, **given)
             with torch.cuda.graph(graph):
                 compress_low_ratio_(*tensors, held, **given)
@@ -208,23 +207,3 @@ def test_specs_and_plans_name_what_breaks_them() -> None:
     with pytest.raises(ValueError, match="state_slots must be given for ratio 2"):
         plan = dataclasses.replace(plan, query_starts=None, state_slots=None)
         compress_low_ratio_(*given()[0], plan, target=TARGET)
-
-
-@pytest.mark.interpreter
-def test_calls_that_agree_are_checked_once() -> None:
-    tensors, plan = given()
-    launches, made = LaunchCache(), []
-    bind = launches.low_ratio.make
-    launches.low_ratio.make = lambda *args: made.append(args) or bind(*args)
-    for rows in (8, 8, 7):
-        shorter = dataclasses.replace(
-            plan,
-            positions=plan.positions[:rows],
-            slots=plan.slots[:rows],
-            index_slots=plan.index_slots[:rows],
-            state_slots=plan.state_slots[:rows],
-            query_starts=plan.query_starts.clamp(max=rows),
-        )
-        cut = (tensors[0], tensors[1][:rows], *tensors[2:])
-        compress_low_ratio_(*cut, shorter, launches=launches)
-    assert len(made) == 1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from backend_core.ready import Prepared
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from benchmarks.sweep_kda_prefill import (
@@ -21,7 +22,7 @@ from benchmarks.sweep_kda_prefill import (
     regrets,
     timed,
 )
-from kda_backend.contract.values import GateSpec, Kept, PrefillCall, StateRef, TokenInputs
+from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
 from kda_backend.launch_params import TABLES
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, choose_schedule
@@ -110,7 +111,7 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
     untouched: Any = None
     with pytest.raises(RuntimeError, match="out of memory"):
         call = PrefillCall(
-            tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, Kept()
+            tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, Prepared()
         )
         pipeline.bind(ROW, untouched, KNOWN_TARGETS["H200"])(call)
     assert scratch.flags().numel() and not scratch.flags().any()

@@ -17,18 +17,13 @@ from backend_core.target import Target
 from backend_core.testing.numerics import as_bytes
 from dsv4_backend import (
     CompressorSpec,
-    LaunchCache,
     SeqLens,
     compress_decode_,
     compress_norm_rope_hadamard_,
     compress_prefill_,
-    quantise_indexer_queries,
-    reference,
 )
 from dsv4_backend.in_place.torch import in_torch as in_place_torch
 from dsv4_backend.launch_params import TABLES
-from dsv4_backend.queries import OPERATOR
-from dsv4_backend.queries.torch import in_torch as queries_torch
 from dsv4_backend.step_plan import CompressorStepPlan, StateLayout
 from dsv4_backend.testing.engine import (
     POISON,
@@ -40,7 +35,7 @@ from dsv4_backend.testing.engine import (
     move_plan,
     rope_table,
 )
-from dsv4_backend.testing.oracle import equal_share, expected_rows, within_one_code
+from dsv4_backend.testing.oracle import equal_share, expected_rows
 from tools.fuzz.batches import Draw, FuzzBatch, FuzzCase, MismatchError
 from tools.fuzz.dsv4_low_ratio import low_ratio_case
 
@@ -161,7 +156,6 @@ class _Step:
         names = ("ape", "norm_weight", "rope_table")
         here = {name: getattr(self.layer, name).to(device) for name in names}
         self.layer_here = dataclasses.replace(self.layer, **here)
-        self.launches = LaunchCache() if draw.chance("launch cache", 0.6) else None
         self.last_write = torch.zeros(1, device=device)
 
     def batch(self) -> FuzzBatch:
@@ -201,7 +195,6 @@ class _Step:
             second_cache=self.caches[1] if len(self.caches) > 1 else None,
             target=self.target,
             selection=self.selection,
-            launches=self.launches,
         )
 
     def error(self) -> tuple[float, float]:
@@ -301,66 +294,9 @@ def in_place_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch
     return FuzzBatch(fill, run, error)
 
 
-def queries_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
-    """A random call of ``quantise_indexer_queries``."""
-    spec = draw.choice("kind", [k for k in KINDS if k.spec.kind == "indexer"]).spec
-    selection = drawn_path(draw, target, OPERATOR)
-    tokens, heads = draw.integer("tokens", 1, 9), draw.choice("heads", (4, 64))
-    dtype = draw.choice("dtype", (torch.bfloat16, torch.float32))
-    wide = torch.empty(tokens, heads, 128 + draw.choice("gap", (0, 64)), dtype=dtype, device=device)
-    q, weights = wide[..., :128], torch.empty(tokens, heads, device=device)
-    index = draw.choice("index", (torch.int32, torch.int64))
-    positions = torch.empty(tokens, dtype=index, device=device)
-    table = rope_table(spec.rope_layout, torch.Generator().manual_seed(7), device=device)
-    adversarial = draw.chance("adversarial", 0.4)
-    result: list[Any] = []
-
-    def fill(seed: int) -> None:
-        rng = torch.Generator(device).manual_seed(seed)
-        drawn = torch.randn(tokens, heads, 128, generator=rng, device=device)
-        if adversarial:
-            drawn *= 10.0 ** (8 * torch.rand(tokens, heads, 1, generator=rng, device=device) - 4)
-            drawn[0, 0] = 0.0
-        q.copy_(drawn)
-        weights.copy_(torch.rand(tokens, heads, generator=rng, device=device) + 0.5)
-        positions.copy_(torch.randint(0, 1024, (tokens,), generator=rng, device=device))
-
-    def run() -> None:
-        result[:] = quantise_indexer_queries(
-            spec, q, positions, table, weights, 0.1, 0.5, target=target, selection=selection
-        )
-
-    def error() -> tuple[float, float]:
-        want = queries_torch(spec, q, positions, table, weights, 0.1, 0.5)
-        codes, scales, factors = result
-        other = codes != want[0]
-        moved = (factors - want[2]).abs() > 2e-6 * want[2].abs()
-        if scales is not None:
-            moved |= (scales != want[1]).any(-1)
-        other |= moved[..., None]  # of another scale: all codes are others
-        if scales is None:
-            got, known = (
-                reference.decode_e4m3(c, spec.fp8) * (f / (0.05 * weights))[..., None]
-                for c, f in ((codes, factors), (want[0], want[2]))
-            )
-            near = (got - known).abs() <= known.abs().amax(
-                2, keepdim=True
-            ) / 64 + 0.26 * known.abs()
-        else:
-            assert want[1] is not None
-            one = codes.flatten(0, 1), scales.flatten(0, 1)
-            near = within_one_code(spec, one, (want[0].flatten(0, 1), want[1].flatten(0, 1)))
-        if not bool(near.all()):
-            raise MismatchError("a value is more than one step of its code off")
-        return float(other.float().mean()), max(0.02, 1.5 / (tokens * heads))
-
-    return FuzzBatch(fill, run, error)
-
-
 CASES: Mapping[str, FuzzCase] = {
     "decode": steps_case("decode"),
     "prefill": steps_case("prefill"),
     "in_place": in_place_case,
     "low_ratio": low_ratio_case,
-    "queries": queries_case,
 }

@@ -8,7 +8,7 @@ from backend_core.operator import forced
 from backend_core.tables.schema import UPSTREAM
 from backend_core.tables.select import load_table
 from backend_core.target import Target
-from dsv4_backend import LaunchCache, compress_low_ratio_
+from dsv4_backend import compress_low_ratio_
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.low_ratio.torch import step
 from dsv4_backend.low_ratio_step import OPERATOR
@@ -58,7 +58,6 @@ def low_ratio_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatc
     moved, plan_here = to_device(call, device), move_plan(plan, device)
     is_adversarial = draw.chance("adversarial", 0.4)
     selection = forced(TABLES, target, None, path)
-    launches = LaunchCache() if draw.chance("launch cache", 0.6) else None
 
     def fill(seed: int) -> None:
         histories = [
@@ -90,7 +89,6 @@ def low_ratio_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatc
             score=moved.score,
             target=target,
             selection=selection,
-            launches=launches,
         )
 
     def error() -> tuple[float, float]:

@@ -13,13 +13,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from backend_core.engines import entry
 from backend_core.target import KNOWN_TARGETS
 from dsv4_backend import step as dsv4_step
 from dsv4_backend import torch_step
-from dsv4_backend.engines import vllm_compressor, vllm_rocm, vllm_rotation
+from dsv4_backend.engines import vllm_compressor, vllm_rocm
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
 from tests.dsv4.cases import make_history
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config
@@ -109,12 +108,3 @@ def test_caches_that_cannot_be_served_end_the_engine(aiters: Any) -> None:
     with pytest.raises(ValueError, match="cache must have pages aligned to 4 bytes"):
         step.run(config, [make_history(step.layer.spec, 12, 0)], [(0, 0, 7)])
     assert step.caches.state.isnan().all()
-
-
-def test_its_queries_are_not_rotated(aiters: Any) -> None:
-    """They are quantised in a method of its own, so the keys stay as they are too."""
-    indexer = torch.nn.Module.__new__(aiters.__init__.__globals__["DeepseekV4RocmMxfp4Indexer"])
-    torch.nn.Module.__init__(indexer)
-    indexer.compressor = build(engine_config(flag=True), FORMAT, cls=aiters)
-    reason = vllm_rotation._refusal(indexer, SimpleNamespace(kv_transfer_config=None))
-    assert reason == "DeepseekV4RocmMxfp4Indexer quantises queries in a _q_rope_quant of its own"
