@@ -48,8 +48,8 @@ of an empty launch. Profiles are in the [studies](studies/README.md).
 def render() -> str:
     """The page's text."""
     lines = [*engines.several_ranks(), *kda.prefill(), *kda.accuracy(), *kda.growth()]
-    lines += [*kda.short(), *kda.segments(), *kda.layer(), *kda.decode(), *dsv4.compressor()]
-    lines += [*mla.mla_decode(), *mla.shared_prompts()]
+    lines += [*kda.short(), *kda.segments(), *kda.layer(), *kda.decode(), *kda.state_formats()]
+    lines += [*dsv4.compressor(), *mla.mla_decode(), *mla.shared_prompts()]
     lines += [*mla.named_rows(), *block_sparse.block_sparse(), *drop_ins.drop_ins()]
     lines += calls.host_times()
     lines += [*engines.default_modes(), *engines.bounded_gates(), *engines.cut_models()]
