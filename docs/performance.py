@@ -76,6 +76,7 @@ def pages() -> dict[str, tuple[str, list[str]]]:
                 *kda.segments(),
                 *kda.layer(),
                 *kda.decode(),
+                *kda.state_formats(),
             ],
         ),
         "dsv4": ("DeepSeek-V4's compressors", dsv4.compressor()),

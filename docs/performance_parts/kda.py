@@ -7,7 +7,17 @@ from typing import Any
 
 from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
-from docs.performance_parts.page import best, by_size, load, mean, section, shape, table, us
+from docs.performance_parts.page import (
+    RESULTS,
+    best,
+    by_size,
+    load,
+    mean,
+    section,
+    shape,
+    table,
+    us,
+)
 from kda_backend.launch_params import TABLES
 from kda_backend.spec import CHUNK
 
@@ -79,6 +89,30 @@ def accuracy() -> list[str]:
         " the gate regimes.",
         "",
         *table(["", *regimes], cells),
+    ]
+
+
+def state_formats() -> list[str]:
+    """Errors by the format of states after the longest run of each regime."""
+    name = "kda_state_formats_h200.json"
+    if not (RESULTS / name).exists():
+        return []
+    report = load(name)
+    steps = max(row["steps"] for row in report["rows"])
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in report["rows"]:
+        if row["steps"] == steps:
+            errors = f"{1e3 * row['output_error']:.2f} / {1e3 * row['state_error']:.2f}"
+            cells.setdefault((row["calls"], row["regime"]), {})[row["format"]] = errors
+    return [
+        *section("KDA states by their format", report, name),
+        "",
+        f"Relative L2 errors against float64, in thousandths, after {steps:,} tokens: of the last"
+        " outputs / of the states. Decode steps alone have fp32 outputs; beside prefills they are"
+        " bf16, whose rounding every format has. [families/kda.md](../families/kda.md#accuracy)"
+        " describes the gate regimes.",
+        "",
+        *by_size(["calls", "regime"], cells),
     ]
 
 

@@ -77,6 +77,11 @@ def _kda_cases(arch: str) -> Iterator[ExecutionCase]:
         "one chunk": ({"lengths": (64,)} | wide, "pool"),
         "two chunks, snapshots": ({"lengths": (70,)} | wide, "snapshots"),
         "two chunks, snapshots in a pool": ({"lengths": (70,)} | wide, "snapshot pool"),
+        "two chunks, snapshots in an fp16 pool": ({"lengths": (70,)} | wide, "fp16 snapshot pool"),
+        "many heads, snapshots in an fp16 pool": (
+            {"lengths": (70,)} | wide,
+            "fp16 snapshot pool, many heads",
+        ),
         "two chunks, intermediate states": ({"lengths": (70,)} | wide, "functional"),
         "many heads, one chunk": ({"lengths": (33,)} | wide, "pool, many heads"),
         "many heads, snapshots": ({"lengths": (70,)} | wide, "snapshots, many heads"),
@@ -164,14 +169,15 @@ def _prefill_answer(target: Target, case: Case, form: str) -> Answer:
         first = worse(*((error_of(before[n], _state_at(case, 64 * n)[0]), 5e-3) for n in range(2)))
         answers = [(error_of(after[0], want_state[0]), tolerance_s), first]
         return worse((error_of(o[0], want_o), tolerance_o), *answers)
-    pool = torch.full((3, *case.state.shape[1:]), torch.nan)
-    pool[1] = case.state[0]
+    dtype = torch.float16 if form.startswith("fp16 ") else torch.float32
+    pool = torch.full((3, *case.state.shape[1:]), torch.nan, dtype=dtype)
+    pool[1] = case.state[0].to(dtype)
     state = StateRef.pool(pool, torch.tensor([1], dtype=torch.int32))
     answers = []
     if form == "snapshots":
         kept = torch.full((1, 2, *case.state.shape[1:]), torch.nan)
         state = state.with_snapshots(torch.tensor([[1, -1]], dtype=torch.int32), kept)
-    elif form == "snapshot pool":
+    elif form.endswith("snapshot pool"):
         chunks, slots = (torch.tensor([[n]], dtype=torch.int32) for n in (1, 2))
         state = state.with_snapshots(chunks, pool, slots)
     o = kda_prefill(*case.inputs, state, case.cu_seqlens, selection=selection).out
@@ -179,7 +185,7 @@ def _prefill_answer(target: Target, case: Case, form: str) -> Answer:
         answers.append((error_of(kept[0, 0], _state_at(case, 64)[0]), tolerance_s))
         if not bool(kept[0, 1].isnan().all()):
             raise AssertionError("a snapshot that was not asked for was written")
-    if form == "snapshot pool":
+    if form.endswith("snapshot pool"):
         answers.append((error_of(pool[2], _state_at(case, 64)[0]), tolerance_s))
         pool[2] = torch.nan
     if not bool(pool[[0, 2]].isnan().all()):
