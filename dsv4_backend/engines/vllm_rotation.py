@@ -10,14 +10,12 @@ decided together, once for a process, and keys that another engine wrote are not
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
 from vllm.models.deepseek_v4 import attention
 from vllm.platforms import current_platform
 
-from backend_core.engines.calls import odd_arguments
 from backend_core.engines.vllm_flag import say
 from backend_core.operator import select
 from backend_core.target import detect_target
@@ -26,12 +24,7 @@ from dsv4_backend.engines.vllm_compressor import FusedCompressor
 from dsv4_backend.launch_params import TABLES
 
 _QUANTISE = "fused_indexer_q_rope_quant"
-_TAKEN = {
-    *("positions", "index_q", "index_q_cos_sin_cache", "index_weights"),
-    *("index_weights_softmax_scale", "index_weights_head_scale", "use_fp4"),
-}
-_ADDED = {"weights_out_dtype"}
-# The methods of the indexer's class that decide how its queries are quantised; 0.30 has the first
+# the methods of the indexer's class that decide how its queries are quantised
 _METHODS = ("forward", "_q_rope_quant")
 
 
@@ -63,9 +56,6 @@ def _refusal(indexer: Any, vllm_config: Any) -> str | None:
     for name in _METHODS:
         if getattr(kind, name, None) is not getattr(attention.DeepseekV4Indexer, name, None):
             return f"{kind.__name__} quantises queries in a {name} of its own"
-    got = inspect.signature(getattr(attention, _QUANTISE)).parameters.keys()
-    if (odd := odd_arguments(f"vllm's {_QUANTISE}", got, _TAKEN, _ADDED)) is not None:
-        return odd
     if current_platform.fp8_dtype() is not torch.float8_e4m3fn:
         return f"queries must be float8_e4m3fn on this part, got {current_platform.fp8_dtype()}"
     device = torch.device(vllm_config.device_config.device_type)

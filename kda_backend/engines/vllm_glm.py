@@ -2,7 +2,7 @@
 
 Its convolutions have separate weights, its forget gate has a lower bound, and upstream norms the
 output outside of the core. Here the norm belongs to the core's kernels, so that ``forward`` is
-ours. From 0.32 on prefills export states that the prefix cache keeps.
+ours. Prefills export states that the prefix cache keeps.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 
+from backend_core.engines.seams import Part
 from kda_backend.engines.vllm_convs import SeparateConvs
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints
-from kda_backend.engines.vllm_seams import changed
 
 
-def layer_class(upstream: Any) -> Any:
+def layer_class(upstream: Any, part: Part) -> Any:
     """Our class in the place of ``upstream``, ``Glm5NextLinearAttention``."""
 
     class KdaLayer(SeparateConvs, ExportsCheckpoints, upstream):  # type: ignore[misc]
-        exports = "get_kv_cache_spec" in vars(upstream)
+        exports = True
 
         def __init__(
             self, config: Any, vllm_config: VllmConfig, prefix: str = "", **options: Any
         ) -> None:
             super().__init__(config, vllm_config, prefix, **options)
-            odd = changed(upstream, "forward", {"hidden_states", "positions"})
-            if not self.take_over(vllm_config, odd, checkpoints=self.exports):
+            if not self.take_over(vllm_config, part, checkpoints=self.exports):
                 self.__class__ = upstream
 
         def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,13 @@ whose attention keeps memory for each token; these stay what they are without th
 from __future__ import annotations
 
 import functools
-import inspect
 from types import ModuleType
 from typing import Any
 
+from backend_core.engines import seams
 from backend_core.engines.vllm_flag import requested, say
 from kda_backend.engines.prefill_graphs import most_tokens, sizes
+from kda_backend.engines.seam_list import VLLM_GRAPHS
 from kda_backend.family import model_refusal
 
 _INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
@@ -27,13 +28,7 @@ def install(config_module: ModuleType) -> None:
     """Let ``VllmConfig`` of vLLM's module ``vllm.config.vllm`` add the sizes to its own; a second
     call changes nothing."""
     upstream = getattr(config_module.VllmConfig, "_set_cudagraph_sizes", None)
-    if hasattr(upstream, _INSTALLED):
-        return
-    if upstream is None or list(inspect.signature(upstream).parameters) != ["self"]:
-        say(
-            "prefill graphs keep vLLM's sizes: VllmConfig._set_cudagraph_sizes(self) is not in this"
-            " release"
-        )
+    if upstream is None or hasattr(upstream, _INSTALLED):
         return
 
     @functools.wraps(upstream)
@@ -103,6 +98,9 @@ def add_sizes(config: Any, resolve: Any) -> None:
 
 def refusal(config: Any) -> str | None:
     """Why the sizes stay vLLM's, or ``None``."""
+    if (reason := seams.refusal(VLLM_GRAPHS)) is not None:
+        say(f"prefill graphs keep vLLM's sizes: {reason}")
+        return reason
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform

@@ -1,14 +1,14 @@
 """Virtual environments that hold a real engine, and the engine tests run in them.
 
-    python tests/engines/envs.py                    # oldest and newest of each, and one other
-    python tests/engines/envs.py all                # every release that is claimed
-    python tests/engines/envs.py vllm==0.30.0 ...   # these alone
+    python tests/engines/envs.py                    # the newest of each, and of one the other
+    python tests/engines/envs.py all                # every tested release
+    python tests/engines/envs.py vllm==0.32.0 ...   # these alone
 
-``envs.toml`` says what goes into each environment, which is made where it is missing. The one
-other release changes by the day, and each comes up within a week. An environment is kept under
-``$XDG_CACHE_HOME/kda-dsv4/engines`` (by default ``~/.cache``), named after its engine and a hash of
-its contents. torch, triton, transformers and pytest are those of the interpreter that runs this
-file, found through a ``.pth`` file: no second torch is downloaded.
+``envs.toml`` says what goes into each environment, which is made where it is missing. The older
+releases take turns by the day. An environment is kept under ``$XDG_CACHE_HOME/kda-dsv4/engines``
+(by default ``~/.cache``), named after its engine and a hash of its contents. torch, triton,
+transformers and pytest are those of the interpreter that runs this file, found through a ``.pth``
+file: no second torch is downloaded.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load_recipes() -> dict[str, dict[str, Any]]:
     for name, own in said.items():
         first = {key: x for key, x in said.get(own.get("like", ""), {}).items() if key != "ci"}
         recipe = {**first, **own}
-        recipe["packages"] = f"{recipe['packages']} {recipe.get('and', '')}".split()
+        recipe["packages"] = recipe["packages"].split()
         recipes[name] = recipe
     return recipes
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import types
 from typing import Any
 
 import pytest
 import torch
 
-from backend_core.engines import vllm_flag
+from backend_core.engines import seams
 from backend_core.testing.numerics import relative_error
-from kda_backend.engines import vllm_layer
+from kda_backend.engines import seam_list, vllm_layer
+from kda_backend.engines import vllm as adapter
 from kda_backend.engines.vllm import FP32_MODELS
 from tests.engines.kda.vllm.harness import (
     bind_cache,
@@ -36,10 +37,6 @@ def test_a_layer_keeps_and_reads_states_of_the_dtype_asked_for(model: Model, dty
     config = config_of(dtype)
     vllm_layer._runtime.cache_clear()
     layer = build(model, config)
-    if model.upstream().get_state_dtype is type(layer).get_state_dtype:
-        asked = layer.get_state_dtype()[1]
-        if dtype == "bfloat16" and asked != torch.bfloat16:
-            pytest.skip("the model's layer of this release has states in fp32 alone")
     bind_cache(layer, config)
     wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     assert layer.kv_cache[1].dtype == layer.get_state_dtype()[1] == wanted
@@ -76,7 +73,7 @@ def test_without_the_flag_nothing_of_upstreams_changes() -> None:
 def test_models_size_their_pages_by_the_option_under_the_flag(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = getattr(pytest.importorskip(module), FP32_MODELS[module])
+    model = getattr(pytest.importorskip(module), FP32_MODELS[module][0])
     dtypes = [
         model.get_mamba_state_dtype_from_config(config_of("bfloat16", flag=flag))[1]
         for flag in (False, True)
@@ -86,9 +83,6 @@ def test_models_size_their_pages_by_the_option_under_the_flag(
 
 
 def test_a_release_without_the_method_keeps_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = importlib.import_module("kda_backend.engines.vllm")
-    said: list[str] = []
-    monkeypatch.setattr(vllm_flag, "say", said.append)
-    module = type("module", (), {"Model": type("Model", (), {})})
-    adapter._honour_state_dtype("Model", module)
-    assert "the states of Model keep vLLM's dtype" in said[0]
+    monkeypatch.setattr(seams, "difference", lambda part: f"another {part.name}")
+    module = types.ModuleType("without the model")
+    adapter._honour_state_dtype("AliceAIForCausalLM", seam_list.ALICE, module)
