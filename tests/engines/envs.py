@@ -107,7 +107,7 @@ def environment(name: str, recipe: dict[str, Any]) -> Path:
         _unpack(name, _site_packages(place))
         (place / "complete").touch()
     if not (place / "bytecode").exists():  # else each process compiles the engine's sources anew
-        package = _site_packages(place) / name.split("==")[0]
+        package = _site_packages(place) / name.split("==")[0].removesuffix("-core")
         subprocess.run([python, "-m", "compileall", "-q", "-j", "0", package], check=False)
         (place / "bytecode").touch()
     _link(place)
@@ -116,7 +116,7 @@ def environment(name: str, recipe: dict[str, Any]) -> Path:
 
 def places_of(name: str) -> list[Path]:
     """The folders of an engine's tests, one of each family."""
-    return sorted(Path(__file__).parent.glob(f"*/{name.split('==')[0]}"))
+    return sorted(Path(__file__).parent.glob(f"*/{name.split('==')[0].replace('-', '_')}"))
 
 
 def run_tests(python: Path, place: Path, recipe: dict[str, Any]) -> tuple[int, str]:

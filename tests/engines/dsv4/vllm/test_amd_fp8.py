@@ -47,7 +47,8 @@ class EndOfReadError(Exception):
 def readers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of vLLM's readers, as if imported on an MI355X with aiter."""
     module = importlib.import_module("vllm.v1.attention.ops.rocm_aiter_mla_sparse")
-    monkeypatch.setattr(vllm_compressor.current_platform, "is_rocm", lambda: True)
+    rocm = SimpleNamespace(is_rocm=lambda: True, is_cuda=lambda: False)
+    monkeypatch.setattr(vllm_compressor, "current_platform", rocm)
     monkeypatch.setattr(module, "_ON_GFX950", True)
     monkeypatch.setattr(rocm_aiter_ops, "is_enabled", lambda: True)
     # as on a GPU, where vLLM chooses the size of blocks once the model is built

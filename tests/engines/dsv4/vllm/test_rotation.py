@@ -55,8 +55,9 @@ def build(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, use_fp4: bool = F
     monkeypatch.setattr(attention, "SparseAttnIndexer", lambda *a, **k: Logits())
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)  # of the two streams of a GPU
     monkeypatch.setattr(attention, "dsa_indexer_uses_fp4", lambda config: use_fp4)
-    monkeypatch.setattr(DeepseekV4Indexer, "_get_attn_cls", lambda self: lambda *a, **k: Logits())
-    monkeypatch.setattr(DeepseekV4Indexer, "_get_compressor_cls", lambda self: DeepseekCompressor)
+    kinds = {"_get_attn_cls": lambda *a, **k: Logits(), "_get_compressor_cls": DeepseekCompressor}
+    for name, kind in kinds.items():  # 0.32.0 has neither
+        monkeypatch.setattr(DeepseekV4Indexer, name, lambda self, kind=kind: kind, raising=False)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with set_current_vllm_config(config):
