@@ -106,7 +106,7 @@ def difference(part: Part) -> str | None:
 def _verdict(part: Part) -> tuple[str | None, str | None]:
     """Why it cannot be served, and what is to be said where it is."""
     engine = ENGINES[part.engine]
-    version = engine.installed() or "of no release"
+    version = engine.installed() or "of an unknown release"
     findings = hold(part, _installed(part.engine))
     different = [finding.differs for finding in findings if finding.differs is not None]
     if different:

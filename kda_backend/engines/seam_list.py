@@ -220,7 +220,7 @@ SGLANG_DRAFTS = Part(
             takes="layer forward_batch mixed_qkv a b",
             body=True,
         ),
-        Seam(_KDA, has="verify_intermediate_state_indices topk"),
+        Seam(_KDA, has="verify_intermediate_state_indices topk _fused_chain_verify_fn"),
         Seam(f"{_LINEAR}.utils:pp_spec_stable_rows_enabled", takes=""),
         Seam(
             "sglang.srt.mem_cache.memory_pool:MambaPool.SpeculativeState",

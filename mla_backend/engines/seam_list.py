@@ -61,7 +61,17 @@ def _sparse(model: str) -> tuple[Seam, ...]:
 
 
 VLLM_V4 = Part("vllm", "attention of DeepSeek-V4", _sparse("v4"))
-VLLM_V41 = Part("vllm", "attention of DeepSeek-V4.1", _sparse("v41"))
+VLLM_V41 = Part(
+    "vllm",
+    "attention of DeepSeek-V4.1",
+    (
+        *_sparse("v41"),
+        Seam(
+            "vllm.models.deepseek_v41.attention:DeepseekV4Attention",
+            has="kv_mxfp8 compressed_cache_prefix",
+        ),
+    ),
+)
 
 _FA = "sglang.srt.layers.attention.flashattention_backend"
 _FLASH_ATTENTION = (
@@ -89,7 +99,7 @@ SGLANG_DENSE = Part(
         Seam(
             f"{_FA}:FlashAttentionBackend",
             has="fa_impl_ver attn_cp_size kv_index_translator forward_metadata page_size device"
-            " kv_cache_dtype",
+            " kv_cache_dtype _kv_shard_pool",
         ),
         Seam("sglang.srt.runtime_context:get_parallel", takes=""),
         Seam("sglang.srt.runtime_context:get_spec", takes=""),
