@@ -25,6 +25,7 @@ _DEFINITION = r"(?:(?:(?:async )?def|class) (\w+)|(\w+)[ ]*[:=](?!=))"
 _IN_MODULE = re.compile(rf"^{_DEFINITION}", re.MULTILINE)
 _IN_CLASS = re.compile(rf"^    {_DEFINITION}", re.MULTILINE)
 _NO_CODE = re.compile(r'"""(?s:.*?)"""|#[^\n]*')
+_BRACKET = re.compile(r"[()]")
 _COLON = re.compile(r":[ ]*(?:#[^\n]*)?(?:\.\.\.[ ]*)?$", re.MULTILINE)
 _STATEMENTS = (("def ", "("), ("class ", ""), ("  ", ":"), ("  ", " ="), ("  ", "="))
 _FROM = re.compile(
@@ -171,6 +172,19 @@ class Sources:
                 found[x.target.id] = x.value is not None
         return found
 
+    def calls(self, module: str, name: str, callee: str) -> list[ast.Call]:
+        """The calls of a function, by its last name, in a function."""
+        found, calls = self.find(module, name), []
+        text = "" if found is None else found.text
+        for match in re.finditer(rf"(?<!def )\b{re.escape(callee)}\(", text):
+            try:  # each by itself, which is quicker than the whole function
+                source = text[match.start() : _end_of_call(text, match.end())]
+                calls.append(ast.parse(source, mode="eval").body)
+            except SyntaxError:  # a bracket in a string or comment
+                nodes = ast.walk(self.function(module, name) or ast.Pass())
+                return [x for x in nodes if isinstance(x, ast.Call) and _called(x) == callee]
+        return [call for call in calls if isinstance(call, ast.Call)]
+
     def _function(self, module: str, name: str, whole: bool = True) -> Function | None:
         """A function; ``None`` where there is none, or it is another package's.
 
@@ -188,11 +202,28 @@ class Sources:
             node = node.body[0] if isinstance(node, ast.If) else node
             return node if isinstance(node, Function) else None
         # a line of a string, without indentation, ended the cut
-        scope: Iterable[ast.stmt] = ast.parse(self.text(found.module) or "").body
+        body: Iterable[ast.stmt] = ast.parse(self.text(found.module) or "").body
+        node = ast.Pass()
         for part in found.name.split("."):
-            node = next(x for x in _statements(scope) if getattr(x, "name", None) == part)
-            scope = getattr(node, "body", ())
+            scope = (x for x in _statements(body) if getattr(x, "name", None) == part)
+            node = next(scope, ast.Pass())
+            body = getattr(node, "body", ())
         return node if isinstance(node, Function) else None
+
+
+def _called(call: ast.Call) -> str | None:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+
+
+def _end_of_call(text: str, at: int) -> int:
+    """Where the bracket that is open at a place is closed."""
+    depth = 1
+    for match in _BRACKET.finditer(text, at):
+        depth += 1 if match[0] == "(" else -1
+        if not depth:
+            return match.end()
+    return len(text)
 
 
 def _headers(text: str) -> Iterator[str]:
@@ -211,6 +242,8 @@ def _cut(text: str, name: str, indent: int = 0) -> str | None:
         at, level = conditional
     end = re.compile(rf"^[ ]{{0,{level}}}[A-Za-z_@\"']", re.MULTILINE)
     last = end.search(text, at + level + 1)
+    while last and text.count('"""', at, last.start()) % 2:  # a line of a string
+        last = end.search(text, last.end())
     found = text[at : last.start() if last else len(text)]
     is_method = indent and not found.lstrip().startswith("class ")
     return found if is_method or not level else textwrap.dedent(found)

@@ -204,7 +204,7 @@ def test_what_another_release_has_changed_is_found_and_named(
     [
         ("ends where no line is indented", "ends"),
         ("  # of no length", ""),
-        ("attend(q=q, k=k)", "attend(\n            q=q, k=k,\n        )"),
+        ("attend(q=q, k=k)", "attend(\n            q=q, k=k,  # attend( of (all)\n        )"),
         ("self, q, k, *", "self, q: int, k, *"),
     ],
 )
@@ -215,6 +215,17 @@ def test_a_body_is_what_it_computes(release: Callable[..., Sources], old: str, n
 def test_a_module_that_is_gone_is_named() -> None:
     (finding, *_) = hold(PART, Sources({}.get), {})
     assert finding.differs == "module engine.options must be there, and is not"
+
+
+def test_source_that_cannot_be_read_is_named() -> None:
+    def read(file: str) -> str:
+        raise UnicodeDecodeError("utf-8", b"", 0, 1, "no text")
+
+    findings = hold(PART, Sources(read), {})
+    assert all("cannot be read: UnicodeDecodeError: " in str(x.differs) for x in findings)
+    broken = Sources({"engine/layer.py": "class Layer:\n    def plan(self, step:\n"}.get)
+    (finding,) = hold(Part("engine", "", (Seam(f"{M}:Layer.plan", takes="step"),)), broken, {})
+    assert finding.differs is not None
 
 
 @pytest.fixture
