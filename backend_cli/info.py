@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import platform
+import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from backend_cli.errors import BadInputError
 from backend_cli.families import table_of
@@ -20,7 +21,7 @@ from backend_core import __version__
 from backend_core.engines import ENGINES, seams
 from backend_core.family import Family, families
 from backend_core.strict import strict_mode
-from backend_core.tables.schema import LIMITS, Operator, limits_in_words
+from backend_core.tables.schema import LIMITS, Operator
 from backend_core.tables.select import PathRow, PathTable, explain, feature_sets
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
@@ -43,6 +44,9 @@ def info(
             help="Show the paths and refusals for a model that requires this feature. Repeatable.",
         ),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show each row with its parameters and its source.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, for use in scripts.")
     ] = False,
@@ -52,7 +56,7 @@ def info(
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        _print_report(report)
+        _print_report(report, verbose=verbose, refused=bool(requires))
 
 
 def build_report(targets: list[Target], requires: frozenset[str]) -> dict[str, Any]:
@@ -176,7 +180,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any], *, verbose: bool, refused: bool) -> None:
+    """``refused``: with the rows that do not serve, and why."""
     console = plain_console(soft_wrap=False)
     machine = report["machine"]
     units = "" if machine["vendor"] == "cpu" else f" ({machine['arch']}, {machine['num_sms']} SMs)"
@@ -190,28 +195,94 @@ def _print_report(report: dict[str, Any]) -> None:
     for target in report["targets"]:
         for family in target["families"]:
             console.print()
-            _print_family(console, target, family)
+            _print_family(console, target, family, verbose=verbose, refused=refused)
 
 
-def _print_family(console: Console, target: dict[str, Any], family: dict[str, Any]) -> None:
+def _print_family(
+    console: Console,
+    target: dict[str, Any],
+    family: dict[str, Any],
+    *,
+    verbose: bool,
+    refused: bool,
+) -> None:
     title = f"{family['family']} on {target['name']}"
     if family["error"]:
         console.print(f"{title}: {family['error']}", soft_wrap=True)
         return
-    console.print(f"{title}, from {family['table']}", soft_wrap=True)
+    served = {
+        (row["path"], _when(row))
+        for operator in family["operators"]
+        for selection in operator["selections"]
+        for row in selection["rows"]
+    }
+    if len(served) == 1 and not (verbose or refused):
+        ((path, when),) = served
+        console.print(f"{title}: {path} serves every call, {when}", soft_wrap=True)
+        return
+    _print_lines(f"{title}, from {family['table']}", 0)
     for operator in family["operators"]:
+        _print_lines(f"{operator['operator']}, sizes in {operator['grid']}", 2)
         for selection in operator["selections"]:
-            needs = ", ".join(selection["requires"]) or "none"
-            console.print(
-                f"\n{operator['operator']}, models with needs among: {needs}", soft_wrap=True
-            )
-            table = Table("grid", "path", box=None, pad_edge=False)
-            table.add_column("parameters", overflow="fold")
-            table.add_column("reason", overflow="fold")
-            for row in selection["rows"]:
-                params = " ".join(f"{key}={value}" for key, value in row["params"].items())
-                grid = "none" if row["low"] is None else f"{row['low']} to {row['high'] or 'any'}"
-                grid += limits_in_words(**{limit: row[limit] for limit in LIMITS})
-                reason = f"refused: {row['refusal']}" if row["refusal"] else row["provenance"]
-                table.add_row(grid, row["path"], params, reason)
-            console.print(table)
+            needs = ", ".join(selection["requires"])
+            if needs:
+                _print_lines(f"{'with' if refused else 'at most with'} {needs}", 4)
+            rows = [row for row in selection["rows"] if verbose or refused or not row["refusal"]]
+            if verbose:
+                _print_rows(rows)
+                continue
+            for size, path, why in _short_rows(rows):
+                _print_lines(f"{size:38}  {path:15}  {why}", 6)
+
+
+def _print_lines(text: str, indent: int) -> None:
+    """A paragraph whose words stay whole."""
+    more = " " * indent
+    wrapped = textwrap.TextWrapper(
+        max(40, plain_console(soft_wrap=False).width),
+        initial_indent=more,
+        subsequent_indent=more + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print(wrapped.fill(text))
+
+
+def _print_rows(rows: Iterable[dict[str, Any]]) -> None:
+    """All that a table says of each row."""
+    for row in rows:
+        _print_lines(f"{_size(row)}: {row['path']}", 6)
+        _print_lines(f"refused: {row['refusal']}" if row["refusal"] else row["provenance"], 8)
+        if row["params"]:
+            _print_lines(" ".join(f"{key}={value}" for key, value in row["params"].items()), 8)
+
+
+def _short_rows(rows: Iterable[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Size, path and the oldest date; rows of adjacent sizes that differ in launch parameters are
+    one."""
+    lines = []
+    for (path, _), group in itertools.groupby(rows, _kind):
+        members = list(group)
+        whole = members[0] | {"high": members[-1]["high"]}
+        why = f"refused: {whole['refusal']}" if whole["refusal"] else min(map(_when, members))
+        lines.append((_size(whole), path, why))
+    return lines
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    return row["path"], (row["refusal"], *(row[limit] for limit in LIMITS))
+
+
+def _size(row: dict[str, Any]) -> str:
+    if row["low"] is None:
+        return "none"
+    every = row["low"] == 1 and row["high"] is None
+    words = ["any size" if every else f"{row['low']} to {row['high'] or 'any'}"]
+    limits = {"max_longest": "longest <= ", "min_longest": "longest >= ", "max_width": "heads <= "}
+    words += [f"{limits[name]}{row[name]}" for name in LIMITS if row[name] is not None]
+    return ", ".join(words)
+
+
+def _when(row: dict[str, Any]) -> str:
+    """The date of the measurement that chose a row, ISO."""
+    return str(row["provenance"]).split(", ")[1] if row["measured"] else "not measured"

@@ -253,11 +253,11 @@ def sparse_video(
     options: dict[str, float],
     sharpness: float = 1.0,
 ) -> Inputs:
-    """SpargeAttn's function ``name`` on one clip. Each tile of queries looks for one block of keys,
-    which a prediction has to find; the error holds what it leaves out."""
+    """SpargeAttn's function ``name`` on one clip. Each tile of queries looks for one whole block of
+    keys, which a prediction has to find; the error holds what it leaves out."""
     blocks = -(-tokens // 128)
     centres = normal(device, 1, heads, blocks, 128)
-    wanted = torch.randint(0, blocks, (2 * blocks,), device=device)
+    wanted = torch.randint(0, tokens // 128, (2 * blocks,), device=device)
     k, q = (
         (x + 0.3 * normal(device, *x.shape))[:, :, :tokens]
         for x in (

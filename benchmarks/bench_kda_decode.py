@@ -3,8 +3,9 @@
     python benchmarks/bench_kda_decode.py --output benchmarks/results/kda_decode_h200.json
 
 A step goes from the packed projections to the gated norm: convolution update, gate, l2norm, beta,
-the state in place, output, RMSNorm, with bf16 tokens, fp32 states, K = V = 128 and an unbounded
-gate. A CUDA graph holds several steps, and its time is divided by their number. Each step works on
+the state in place, output, RMSNorm, with bf16 tokens, K = V = 128 and an unbounded gate. States are
+fp32 (``state``), and of some sizes of 32 heads also bf16 and fp16, beside the peers that take
+these. A CUDA graph holds several steps, and its time is divided by their number. Each step works on
 states that no step touched within the last 150 MB (three times an H200's L2), since in an engine
 the other layers and the weights pass through the cache in between. Peers make the launches that
 their engines make, and all of these are counted. ``floor_ms`` is the time of reading and writing
@@ -65,23 +66,31 @@ from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.testing.regimes import gate_parameters
 
 BATCHES = (1, 8, 32, 64, 256, 512)
+BATCHES_OF_16_BITS = (1, 8, 64, 256)
+STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LIMITS = {"fp32": (4e-3, 1e-5), "bf16": (6e-3, 5e-3), "fp16": (4e-3, 7e-4)}
+"""Of our errors, of outputs and states."""
 COLD_BYTES = 150e6
 Row = dict[str, Any]
 
 
-def make_layer(rows: int, heads: int, seed: int = 1, calls: int | None = None) -> Layer:
+def make_layer(
+    rows: int, heads: int, seed: int = 1, calls: int | None = None, state: str = "fp32"
+) -> Layer:
     """Inputs on the GPU in the gate regime ``init``."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cuda")
 
+    dtype = STATES[state]
     if calls is None:
-        calls = max(4, min(600, round(COLD_BYTES / (rows * heads * DIM * DIM * 4))))
+        calls = max(4, min(600, round(COLD_BYTES / (rows * heads * DIM * DIM * dtype.itemsize))))
     a_log, dt_bias, g = gate_parameters("init", normal(rows, heads, DIM), generator)
     channels, slots = 3 * heads * DIM, calls * rows + 1
     order = torch.randperm(slots - 1, generator=generator, device="cuda") + 1
-    states = torch.empty(slots, heads, DIM, DIM, device="cuda").normal_(generator=generator)
+    states = torch.empty(slots, heads, DIM, DIM, dtype=dtype, device="cuda")
+    states.normal_(generator=generator)
     return Layer(
         qkv=normal(rows, channels).bfloat16(),
         g=g.bfloat16(),
@@ -153,9 +162,9 @@ def expected(x: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     return o * x.z.double().sigmoid(), states
 
 
-def check_accuracy(make: Peer, *, in_place: bool = True) -> list[float | None]:
+def check_accuracy(make: Peer, *, in_place: bool = True, state: str = "fp32") -> list[float | None]:
     """Relative L2 of output and state; FLA's step hands no state on."""
-    x = make_layer(9, 8, seed=3, calls=1)
+    x = make_layer(9, 8, seed=3, calls=1, state=state)
     want_o, want_states = expected(x)
     got = make(x)(0)
     error = relative_error(x.states[x.indices[0].long()], want_states) if in_place else None
@@ -185,11 +194,13 @@ def verify_ms(rows: int, heads: int, tokens: int) -> float:
     return gpu_ms(step, x)
 
 
-def measure(heads: int, batch: int, peers: dict[str, Peer], bandwidth: float) -> Row:
+def measure(
+    heads: int, batch: int, peers: dict[str, Peer], bandwidth: float, state: str = "fp32"
+) -> Row:
     """One point; ours is the table's choice, beside each of our kernels and the bare recurrence."""
-    x = make_layer(batch, heads)
+    x = make_layer(batch, heads, state=state)
     step = ours(x)
-    row: Row = {"H": heads, "batch": batch, "ours_gpu_ms": gpu_ms(step, x)}
+    row: Row = {"H": heads, "batch": batch, "state": state, "ours_gpu_ms": gpu_ms(step, x)}
     row["ours_call_ms"] = call_time_ms(lambda: step(0), repeats=20)
     row["ours_host_ms"] = host_time_ms(lambda: step(0))
     row["triton_gpu_ms"] = gpu_ms(ours(x, selection_of(heads, "fused")), x)
@@ -206,7 +217,8 @@ def measure(heads: int, batch: int, peers: dict[str, Peer], bandwidth: float) ->
     if times:
         row["best_peer"] = min(times, key=times.__getitem__)
         row["best_peer_gpu_ms"] = times[row["best_peer"]]
-    row["floor_ms"] = 2 * batch * heads * DIM * DIM * 4 / bandwidth / 1e6
+    size = heads * DIM * DIM * x.states.element_size()
+    row["floor_ms"] = 2 * batch * size / bandwidth / 1e6
     row["empty_ms"] = empty_launch_ms(len(x.indices))
     return row
 
@@ -223,15 +235,17 @@ def has_hopper_kernel() -> bool:
     return any(path.name == "fused_sm90" for path in selection_of(4).decode_step.rows)
 
 
-def accurate(name: str, make: Peer, *, in_place: bool = True, strict: bool = False) -> bool:
+def accurate(
+    name: str, make: Peer, *, in_place: bool = True, strict: bool = False, state: str = "fp32"
+) -> bool:
     """Whether an implementation may be timed; what cannot run or is wrong is said."""
-    limit_o, limit_s = (4e-3, 1e-5) if strict else (2e-2, 2e-2)
+    limit_o, limit_s = LIMITS[state] if strict else (2e-2, 2e-2)
     try:
-        error_o, error_s = check_accuracy(make, in_place=in_place)
+        error_o, error_s = check_accuracy(make, in_place=in_place, state=state)
     except Exception as error:
-        print(f"{name} is left out: {type(error).__name__}: {error}", flush=True)
+        print(f"{name} is left out of {state}: {type(error).__name__}: {error}", flush=True)
         return False
-    print(f"{name}: relative L2 to float64 {error_o:.1e}, state {error_s}", flush=True)
+    print(f"{name}, {state}: relative L2 to float64 {error_o:.1e}, state {error_s}", flush=True)
     assert error_o is not None
     return error_o <= limit_o and (error_s is None or error_s <= limit_s)
 
@@ -252,8 +266,19 @@ def main() -> None:
     }
     peers = {name: make for name, make in loaded.items() if make is not None}
     triton_step: Peer = lambda x: ours(x, selection_of(x.heads, "fused"))  # noqa: E731
-    if not (accurate("ours", ours, strict=True) and accurate("triton", triton_step, strict=True)):
-        sys.exit("no times were taken")
+    mine = {"ours": ours, "triton": triton_step}
+    for state, (name, make) in itertools.product(STATES, mine.items()):
+        if not accurate(name, make, strict=True, state=state):
+            sys.exit("no times were taken")
+    # FLA's copies of states are none of a pool's
+    of_16_bits = {
+        state: {
+            name: make
+            for name, make in peers.items()
+            if name != "fla" and accurate(name, make, state=state)
+        }
+        for state in ("bf16", "fp16")
+    }
     peers = {
         name: make for name, make in peers.items() if accurate(name, make, in_place=name != "fla")
     }
@@ -264,8 +289,11 @@ def main() -> None:
         "rows": [],
         "verify": [],
     }
-    for heads, batch in itertools.product(all_heads, BATCHES):
-        row = measure(heads, batch, peers, result["copy_gbs"])
+    sizes = [(heads, batch, "fp32") for heads, batch in itertools.product(all_heads, BATCHES)]
+    sizes += [(32, batch, state) for state in of_16_bits for batch in BATCHES_OF_16_BITS]
+    for heads, batch, state in sizes:
+        chosen = peers if state == "fp32" else of_16_bits[state]
+        row = measure(heads, batch, chosen, result["copy_gbs"], state)
         result["rows"].append(row)
         write(args.output, result)
         print(row, flush=True)

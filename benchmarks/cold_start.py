@@ -95,7 +95,7 @@ def start() -> dict[str, Any]:
     selection = select(target, KdaShape(HEADS, HEADS, DIM, DIM))
     begin = time.perf_counter()
     tracks = (Track.NONE, Track.POOL)
-    begin_to_compile(selection, [variant_of_engine(False, track=t) for t in tracks])
+    begin_to_compile(selection, [variant_of_engine(False, torch.float32, track=t) for t in tracks])
     for kernel in list(made):
         kernel.load()
     loaded, compiled_before, rest = time.perf_counter(), len(kernels), 0.0

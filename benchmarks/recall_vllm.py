@@ -231,8 +231,10 @@ def transpose_states() -> None:
     def planted(*args: Any, **options: Any) -> None:
         prefill(*args, **options)
         states, slots = args[4].write, args[4].indices
-        slots = slots[slots >= 0].long()  # a device sync, which a test may have
-        states[slots] = states[slots].mT.contiguous()
+        # also in a capture: rows without a slot stay what they are, in the null block
+        rows = states[slots.clamp(min=0).long()]
+        kept = (slots < 0)[:, None, None, None]
+        states[slots.clamp(min=0).long()] = rows.where(kept, rows.mT)
 
     layer.prefill = planted
 

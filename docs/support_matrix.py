@@ -146,7 +146,8 @@ def _paths() -> list[str]:
         "",
         "## Paths",
         "",
-        "Paths stand in order of preference; `kda-dsv4 info --target all` prints each row.",
+        "Paths stand in order of preference; `kda-dsv4 info --target all --verbose` prints each"
+        " row.",
         "",
         "| part | family | operator | paths | rows with measured parameters | with Triton |",
         "|---|---|---|---|---|---|",

@@ -28,12 +28,7 @@ from kda_backend.contract.values import (
     StateRef,
     TokenInputs,
 )
-from kda_backend.layer_checkpoints import (
-    Checkpoints,
-    check_checkpoints,
-    store_checkpoints,
-    with_checkpoints,
-)
+from kda_backend.layer_checkpoints import Checkpoints, check_checkpoints, store_checkpoints
 from kda_backend.layer_stages import check_gated_norm, check_short_conv, gated_norm, short_conv
 from kda_backend.operators import kda_decode_step, kda_verify_step
 from kda_backend.prefill.arguments_sm90 import state_addresses
@@ -127,16 +122,15 @@ def prefill(
         conv_pool: ``[slots, 3 H D, 3]``, any strides.
         state: slots of a pool ``[slots, H, D, D]``, which are those of ``conv_pool`` too.
         step_plan: of these T tokens. Its layers are checked once for each layout.
-        checkpoints: states inside of the sequences, which go to slots of their own. Recurrent
-            states of 16 bits take memory in fp32 on their way, one for each sequence.
+        checkpoints: states inside of the sequences, which go to slots of their own.
 
     Raises:
         ValueError: a tensor is not as described; nothing has been written then.
     """
-    gate, pool, initial = weights.gate, state.read, state.has_initial
+    gate, pool, initial, slots = weights.gate, state.read, state.has_initial, state.indices
+    assert pool is not None and slots is not None
     if checkpoints is not None:
-        state = with_checkpoints(state, checkpoints)
-    assert pool is not None and state.indices is not None
+        state = state.with_snapshots(checkpoints.chunks, pool, checkpoints.state_indices)
     (qkv, g, beta, gate_out, out), (taps, _, norm, eps) = x, weights
     at = LayerAddresses(
         qkv.data_ptr(),
@@ -148,7 +142,7 @@ def prefill(
         taps.data_ptr(),
         norm.data_ptr(),
         pool.data_ptr(),
-        state.indices.data_ptr(),
+        slots.data_ptr(),
         0 if initial is None else initial.data_ptr(),
     )
     off = functools.reduce(operator.or_, at) & 15
@@ -176,7 +170,7 @@ def prefill(
         prepared = by_tensors if again is None else _by_addresses(again, fused, x, conv)
         step_plan.prepared.keep(layout, prepared)
     if checkpoints is not None:
-        store_checkpoints(x.qkv, state, conv_pool, checkpoints, step_plan)
+        store_checkpoints(x.qkv, conv_pool, checkpoints, step_plan)
 
 
 def _by_tensors(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
-from kda_backend.contract.values import StateRef
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan
 
@@ -52,56 +51,35 @@ class Checkpoints(NamedTuple):
         return cls(offsets.contiguous(), chunks, slots)
 
 
-def with_checkpoints(state: StateRef, checkpoints: Checkpoints) -> StateRef:
-    """``state``, of a pool, with the recurrent states that the scan writes: to their slots of the
-    pool where that is fp32, as the scan's states are, else to new memory ``[N, 1, HV, V, K]``."""
-    pool, chunks = state.write, checkpoints.chunks
-    assert pool is not None
-    if pool.dtype == torch.float32:
-        return state.with_snapshots(chunks, pool, checkpoints.state_indices)
-    shape = (*chunks.shape, *pool.shape[1:])
-    staged = torch.empty(shape, dtype=torch.float32, device=pool.device)
-    return state.with_snapshots(chunks, staged, None)
-
-
 def store_checkpoints(
     x: torch.Tensor,
-    state: StateRef,
     conv_pool: torch.Tensor,
     checkpoints: Checkpoints,
     step_plan: StepPlan,
 ) -> None:
-    """Both states of each checkpoint into their slot, but for recurrent states that the scan has
-    written there; no other slot is touched.
+    """The window of each checkpoint into its slot, beside the recurrent state that the scan writes
+    there; no other slot is touched.
 
     Args:
         x: ``[T, C]`` before the convolution, channels adjacent.
-        state: of `with_checkpoints`, after the scan.
         conv_pool: ``[slots, C, 3]``, any strides.
         step_plan: of these tokens; with a chunk table the kernel runs, else torch.
 
     The arguments are not checked here: :func:`check_checkpoints` does that.
     """
-    snapshots, state_pool = state.snapshots, state.write
-    assert snapshots is not None and state_pool is not None
-    is_staged = state.snapshot_indices is None
     if step_plan.chunk_table is None:
-        _store_torch(x, state, conv_pool, checkpoints, step_plan)
+        _store_torch(x, conv_pool, checkpoints, step_plan)
         return
-    sequences, channels = step_plan.num_sequences, x.shape[1]
-    state_size = state_pool[0].numel() if is_staged else 0
+    channels = x.shape[1]
     kernel, block = _kernel(conv_pool.shape[2] + 1)
     kernel.launch(
-        (sequences * (-(-state_size // block) + -(-channels // block)), 1, 1),
+        (step_plan.num_sequences * -(-channels // block), 1, 1),
         x_ptr=x,
-        snapshots_ptr=snapshots,
         conv_state_ptr=conv_pool,
-        state_ptr=state_pool,
         offsets_ptr=checkpoints.offsets,
         state_indices_ptr=checkpoints.state_indices,
         cu_seqlens_ptr=step_plan.cu_seqlens,
         C=channels,
-        state_size=state_size,
     )
 
 
@@ -131,22 +109,15 @@ def check_checkpoints(checkpoints: Checkpoints, x: torch.Tensor, step_plan: Step
 
 
 def _store_torch(
-    x: torch.Tensor,
-    state: StateRef,
-    conv_pool: torch.Tensor,
-    checkpoints: Checkpoints,
-    step_plan: StepPlan,
+    x: torch.Tensor, conv_pool: torch.Tensor, checkpoints: Checkpoints, step_plan: StepPlan
 ) -> None:
     bounds, width = step_plan.cu_seqlens_cpu, conv_pool.shape[2]
     assert bounds is not None  # the CPU's plan always has them
-    assert state.write is not None and state.snapshots is not None
     offsets, slots = checkpoints.offsets.tolist(), checkpoints.state_indices[:, 0].tolist()
     for n, (offset, slot) in enumerate(zip(offsets, slots, strict=True)):
         if slot >= 0:
             end = bounds[n] + offset
             conv_pool[slot] = x[end - width : end].T
-            if state.snapshot_indices is None:
-                state.write[slot] = state.snapshots[n, 0]
 
 
 @functools.cache
@@ -156,5 +127,5 @@ def _kernel(width: int) -> tuple[KernelLaunch, int]:
     from kda_backend.kernels.store_checkpoints import store_checkpoints_kernel
 
     constexprs = {"WIDTH": width, "BLOCK": 1024}
-    axes = {"x": "t", "conv_state": "ncw", "state": "n"}
+    axes = {"x": "t", "conv_state": "ncw"}
     return KernelLaunch(store_checkpoints_kernel, constexprs, {"num_warps": 4}, axes=axes), 1024

@@ -9,6 +9,8 @@ import torch
 from kda_backend.contract.values import GateSpec, TokenInputs
 from kda_backend.spec import Beta, Gate
 
+TYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""The values of ``DT_STATE`` and its like, which the Hopper kernels are compiled with."""
 _IS_HIP = torch.version.hip is not None
 
 

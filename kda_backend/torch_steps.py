@@ -22,6 +22,7 @@ from kda_backend.contract.values import (
 )
 from kda_backend.prefill.torch import (
     activated,
+    as_stored,
     log_decay,
     read_states,
     step_size,
@@ -68,7 +69,7 @@ def step(call: DecodeCall) -> None:
     window = None if conv is None else conv.state[slots][:, :, :3].float()
     layer = _Layer(tokens, gate, conv, norm)
     o, states, window = layer.advance(rows, pool[slots].float(), window)
-    pool[slots] = states.to(pool.dtype)
+    pool[slots] = as_stored(states, pool.dtype)
     if conv is not None and window is not None:
         conv.state[slots, :, :3] = window.to(conv.state.dtype)
     result = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
@@ -112,7 +113,7 @@ def verification(call: VerifyCall) -> None:
             if draft.states is None:
                 row = table[t]
                 if row >= 0 and row != state.null_slot:
-                    pool[row] = states[0].to(pool.dtype)
+                    pool[row] = as_stored(states[0], pool.dtype)
                 if conv is not None and window is not None:
                     conv.state[conv_slot, :, 2 + t] = window[0, :, 2].to(conv.state.dtype)
             else:
@@ -127,7 +128,7 @@ def _keep(
     row = int(draft.indices[n])
     if row < 0:
         return
-    draft.states[row, t] = state.to(draft.states.dtype)
+    draft.states[row, t] = as_stored(state, draft.states.dtype)
     if draft.windows is not None and window is not None:
         draft.windows[row, t] = window[0].to(draft.windows.dtype)
 

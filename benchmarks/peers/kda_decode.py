@@ -37,7 +37,7 @@ class Layer:
 
     Attributes:
         qkv: ``[N, 3 H 128]`` bf16; g, z: ``[N, H, 128]`` bf16; beta: ``[N, H]`` bf16.
-        states: ``[calls * N + 1, H, 128, 128]`` fp32; windows: ``[calls * N + 1, 3, C]`` bf16.
+        states: ``[calls * N + 1, H, 128, 128]``; windows: ``[calls * N + 1, 3, C]`` bf16.
             Slot 0 is left out, since vLLM means padding by it.
         indices: ``[calls, N]`` int32.
     """
@@ -182,8 +182,8 @@ def load_vllm(source: Path) -> Peer | None:
 def load_sglang(source: Path) -> Peer | None:
     """sglang 0.5.23's kernels of ``KDAAttnBackend.forward_decode`` and ``o_norm``.
 
-    Its recurrence is a CUDA kernel for 8 sequences and more, else Triton. It is compiled here by
-    NVRTC, where sglang needs nvcc.
+    Its recurrence is a CUDA kernel for fp32 states of 8 sequences and more, else Triton. It is
+    compiled here by NVRTC, where sglang needs nvcc.
     """
     fla = "sglang.kernels.ops.attention.fla"
     packages(source, fla, "sglang.kernels.ops.mamba", "sglang.kernels.jit")
@@ -230,7 +230,7 @@ def load_sglang(source: Path) -> Peer | None:
                 x.qkv, windows, weight, None, activation="silu", conv_state_indices=x.indices[i]
             )
             out = mixed.new_empty(rows, 1, x.heads, DIM)
-            if rows >= 8:
+            if rows >= 8 and x.states.dtype == torch.float32:
                 cuda(mixed, out, x.indices[i])
             else:
                 recurrent.fused_recurrent_kda_packed_decode(
@@ -259,7 +259,8 @@ FLASHINFER_HEADS = (8, 12, 24, 32, 48, 96)
 
 def load_flashinfer() -> Peer | None:
     """FlashInfer 0.7.2's ``fused_kda_decode`` in CuTe DSL, as it is installed: convolution,
-    recurrence and norm in one launch. It wants slots that are aligned to 16 bytes."""
+    recurrence and norm in one launch. It wants slots that are aligned to 16 bytes, and states in
+    fp32 or bf16."""
     try:
         from flashinfer import fused_kda_decode
     except ImportError as error:
@@ -267,6 +268,8 @@ def load_flashinfer() -> Peer | None:
         return None
 
     def make(x: Layer) -> Step:
+        if x.states.dtype == torch.float16:
+            raise ValueError("FlashInfer takes no states in fp16")
         windows = x.windows.transpose(1, 2)
         weight = x.conv_weight.view(3, x.heads * DIM, 4).transpose(1, 2).contiguous()
         out = torch.empty_like(x.z)[None]

@@ -318,7 +318,8 @@ def _to_e4m3(b_x):
 
     Where many keys weigh alike the errors of single values average away, and that of their sum does
     not. So the values that lie nearest the middle between two of e4m3 are rounded the other way, as
-    many as make up that error if they lie anywhere alike. Denormals have the step of 2^-6.
+    many as make up that error if they lie anywhere alike; where that leaves a larger error, as it
+    may of a few tokens, all stay nearest. Denormals have the step of 2^-6.
     """
     nearest = b_x.to(tl.float8e4nv).to(tl.float32)
     left = b_x - nearest
@@ -328,6 +329,8 @@ def _to_e4m3(b_x):
     sign = tl.where(error > 0.0, 1.0, -1.0)
     least = 0.5 - tl.abs(error) / tl.sum(step, 0)
     step = tl.where(left * sign[None, :] > least[None, :] * step, step, 0.0)
+    made_up = tl.sum(step, 0) < 2.0 * tl.abs(error)
+    step = tl.where(made_up[None, :], step, 0.0)
     return (nearest + sign[None, :] * step).to(tl.float8e4nv)
 
 

@@ -285,6 +285,8 @@ def _to_e4m3(x: Tensor, block: int) -> Tensor:
     sign = torch.where(error > 0, 1.0, -1.0)
     least = 0.5 - error.abs() / step.sum(3, keepdim=True)
     step = torch.where(left * sign > least * step, step, 0.0)
+    made_up = step.sum(3, keepdim=True) < 2.0 * error.abs()
+    step = torch.where(made_up, step, 0.0)
     return (nearest + sign * step).reshape(x.shape).to(torch.float8_e4m3fn)
 
 

@@ -10,7 +10,11 @@ from docs.performance_parts.page import RESULTS, load, section, table
 DEFAULT_MODES = ("vllm033_kimi48b.json", "sglang_kimi48b.json")
 
 # the same over several GPUs, and upstream with as many prefill graphs
-SEVERAL_RANKS = ("vllm033_kimi48b_tp4.json", "sglang_kimi48b_tp4.json")
+SEVERAL_RANKS = (
+    "vllm033_kimi48b_tp4.json",
+    "sglang_kimi48b_tp4.json",
+    "vllm033_kimi48b_tp2.json",
+)
 
 # later runs of the loads alone, by the pair whose memory they tell
 _LOADS = {"vllm033_kimi48b.json": "vllm033_kimi48b_load.json"}
@@ -28,6 +32,7 @@ _RECALL = (
     "recall_vllm033.json",
     "recall_vllm033_segments.json",
     "recall_vllm033_two_gpus.json",
+    "recall_vllm033_four_gpus.json",
     "recall_vllm033_bounded.json",
     "recall_vllm033_whole.json",
     "recall_vllm033_bf16.json",
@@ -67,8 +72,7 @@ def several_ranks() -> list[str]:
             [
                 row["what"],
                 *(f"{row[key]:,.1f}" if key in row else "" for key in keys),
-                f"{row['upstream_ms'] / row['flag_ms']:.2f}",
-                f"{row['upstream_graphs_ms'] / row['flag_ms']:.2f}",
+                *(f"{row[key] / row['flag_ms']:.2f}" if key in row else "" for key in keys[:2]),
             ]
             for row in both(report)
             if row["kind"] != "load"
@@ -78,17 +82,24 @@ def several_ranks() -> list[str]:
             *section(f"Kimi-Linear-48B in {engine_of(report)} on {ranks} GPUs", report, name),
             "",
             f"The model's configuration with random weights, tensor parallelism over {ranks} GPUs"
-            " of one host; all sides are loaded beside each other with small caches and timed one"
-            " after the other. Times in ms. A row prompts × tokens is a call that returns one token"
-            " for each prompt. *Same graphs* is upstream with the sizes of prefill graphs that the"
-            " flag chooses by itself. A step that no graph holds takes as long as the host needs to"
-            " launch it, whatever its length.",
+            f" of one host; {_where(report)}. Times in ms. A row prompts × tokens is a call that"
+            " returns one token for each prompt. *Same graphs* is upstream with the sizes of"
+            " prefill graphs that the flag chooses by itself. A step that no graph holds takes as"
+            " long as the host needs to launch it, whatever its length.",
             "",
             *table(titles, cells),
             "",
             *_busy(report),
         ]
     return lines
+
+
+def _where(report: dict[str, Any]) -> str:
+    if report.get("beside"):
+        return (
+            "all sides are loaded beside each other with small caches and timed one after the other"
+        )
+    return "each side has GPUs of its own"
 
 
 def _busy(report: dict[str, Any]) -> list[str]:

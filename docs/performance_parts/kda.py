@@ -196,16 +196,22 @@ def layer() -> list[str]:
 _PEERS = {"fla": "FLA", "flashinfer": "FlashInfer", "sglang": "sglang", "vllm": "vLLM"}
 
 
+def of_states(report: dict[str, Any], state: str) -> list[dict[str, Any]]:
+    """The decode steps on states of one format."""
+    return [row for row in report["rows"] if row.get("state", "fp32") == state]
+
+
 def decode() -> list[str]:
     report = load("kda_decode_h200.json")
-    ratios = [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
-    share = [row["floor_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
+    rows = of_states(report, "fp32")
+    ratios = [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in rows]
+    share = [row["floor_ms"] / row["ours_gpu_ms"] for row in rows]
     times: dict[tuple[str], dict[str, str]] = {}
-    for row, ratio in zip(report["rows"], ratios, strict=True):
+    for row, ratio in zip(rows, ratios, strict=True):
         cell = f"{us(row['ours_gpu_ms'])}, {ratio:.2f}×"
         times.setdefault((str(row["batch"]),), {})[f"{row['H']} heads"] = cell
-    peers = ", ".join(sorted({_PEERS[row["best_peer"]] for row in report["rows"]}))
-    taken = sorted({row["H"] for row in report["rows"] if "flashinfer_gpu_ms" in row})
+    peers = ", ".join(sorted({_PEERS[row["best_peer"]] for row in rows}))
+    taken = sorted({row["H"] for row in rows if "flashinfer_gpu_ms" in row})
     return [
         *section("KDA decode step", report, "kda_decode_h200.json"),
         "",
@@ -218,4 +224,24 @@ def decode() -> list[str]:
         " [studies/kda.md](studies/kda.md#decode-step) says what memory permits.",
         "",
         *by_size(["sequences"], times),
+        *_decode_of_16_bits(report),
     ]
+
+
+def _decode_of_16_bits(report: dict[str, Any]) -> list[str]:
+    """The steps on 16-bit states beside those on fp32 states, where they were measured."""
+    whole = {(row["H"], row["batch"]): row["ours_gpu_ms"] for row in of_states(report, "fp32")}
+    cells = []
+    for state in ("bf16", "fp16"):
+        for row in of_states(report, state):
+            gain = whole[row["H"], row["batch"]] / row["ours_gpu_ms"]
+            peer = "-"
+            if "best_peer" in row:
+                ratio = row["best_peer_gpu_ms"] / row["ours_gpu_ms"]
+                peer = f"{ratio:.2f}× {_PEERS[row['best_peer']]}"
+            size = [state, str(row["H"]), str(row["batch"])]
+            cells.append([*size, us(row["ours_gpu_ms"]), f"{gain:.2f}×", peer])
+    if not cells:
+        return []
+    titles = ["states", "heads", "sequences", "ours, µs", "faster than with fp32", "than best peer"]
+    return ["", "With states in 16 bits:", "", *table(titles, cells)]

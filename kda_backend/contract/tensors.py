@@ -12,7 +12,7 @@ from kda_backend.selection import KdaSelection, KdaShape, selection_of_call
 from kda_backend.spec import Gate
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-STATES = (torch.float32, torch.bfloat16)
+STATES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def expect(
@@ -182,18 +182,19 @@ def check_rows(name: str, indices: torch.Tensor, what: str, of: torch.Tensor) ->
 
 def _check_snapshots(state: StateRef, tokens: TokenInputs, num_sequences: int) -> None:
     """``snapshots [N, S, HV, V, K]`` fp32 receives the state after ``snapshot_chunks [N, S]``, or
-    with ``snapshot_indices [N, S]`` a slot of ``snapshots [slots, HV, V, K]``."""
+    with ``snapshot_indices [N, S]`` a slot of ``snapshots [slots, HV, V, K]`` in the states'
+    dtype."""
     chunks, snapshots, indices = state.snapshot_chunks, state.snapshots, state.snapshot_indices
     if chunks is None or snapshots is None:
         return
-    device, fp32 = tokens.q.device, (torch.float32,)
+    device = tokens.q.device
     one = (*tokens.v.shape[2:], tokens.q.shape[3])
     expect("snapshot_chunks", chunks, (num_sequences, "S"), device, torch.int32)
     expect_contiguous("snapshot_chunks", chunks)
     if indices is None:
-        expect("snapshots", snapshots, (*chunks.shape, *one), device, *fp32)
+        expect("snapshots", snapshots, (*chunks.shape, *one), device, torch.float32)
         expect_contiguous("snapshots", snapshots)
         return
     expect("snapshot_indices", indices, tuple(chunks.shape), device, torch.int32)
     expect_contiguous("snapshot_indices", indices)
-    check_packed_states("snapshots", snapshots, ("slots", *one), device, fp32)
+    check_packed_states("snapshots", snapshots, ("slots", *one), device, (state.dtype,))

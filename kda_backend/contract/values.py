@@ -38,8 +38,8 @@ class TokenInputs(NamedTuple):
             projection will do.
         v: ``[*, HV, V]``, q's dtype; ``HV`` a multiple of ``H``, V as large as K may be. On a GPU
             prefill multiplies 16-bit inputs in fp16: there values and states beyond 65,504 in
-            magnitude overflow, below 6e-5 they lose bits and below 3e-8 they count as 0, and so do
-            q and k without normalisation.
+            magnitude overflow (states that memory has in fp16 count as 65,504), below 6e-5 they
+            lose bits and below 3e-8 they count as 0, and so do q and k without normalisation.
         g: ``[*, HV, K]`` bf16, fp16 or fp32, as the gate says.
         beta: ``[*, HV]`` bf16, fp16 or fp32.
         beta_kind: how beta becomes a step size.
@@ -131,7 +131,7 @@ class StateRef(NamedTuple):
         has_initial: ``[N]`` bool; ``None`` where every sequence reads its state.
         snapshot_chunks: ``[N, S]`` int32; snapshots: ``[N, S, HV, V, K]`` fp32; or both ``None``.
         snapshot_indices: ``[N, S]`` int32, with which ``snapshots`` is a pool ``[slots, HV, V, K]``
-            fp32 that these are slots of, -1 for none.
+            in the states' dtype that these are slots of, -1 for none.
         null_slot: a slot that marks padding too; -1 where there is none.
         final: the call allocates ``write``.
     """
@@ -159,8 +159,9 @@ class StateRef(NamedTuple):
         """Slots of a pool, read and written in place; no other slot is touched.
 
         Args:
-            pool: ``[slots, HV, V, K]`` fp32 or bf16; slots may be further apart than ``HV * V * K``
-                elements.
+            pool: ``[slots, HV, V, K]`` fp32, bf16 or fp16; slots may be further apart than
+                ``HV * V * K`` elements. In fp16 a number beyond 65,504 is stored as that with its
+                sign.
             indices: ``[N]`` int32; of a draft also ``[N, T]``. A negative one marks a padded row,
                 which starts from zero and writes no state, and gets zeros in the output of a step.
                 Slots of the other rows must differ.
@@ -182,18 +183,24 @@ class StateRef(NamedTuple):
     def with_snapshots(
         self, chunks: torch.Tensor, snapshots: torch.Tensor, indices: torch.Tensor | None = None
     ) -> StateRef:
-        """This reference with states inside of the sequences, which a prefill writes in fp32.
+        """This reference with states inside of the sequences, which a prefill writes.
 
         Args:
             chunks: ``[N, S]`` int32: the state of sequence n after so many chunks of 64 tokens is
                 kept; for -1, or more chunks than the sequence has, nothing is written.
-            snapshots: ``[N, S, HV, V, K]``; with ``indices`` a pool ``[slots, HV, V, K]``, which
-                may be the states' own.
+            snapshots: ``[N, S, HV, V, K]`` fp32; with ``indices`` a pool ``[slots, HV, V, K]`` in
+                the states' dtype, which may be the states' own.
             indices: ``[N, S]`` int32 slots; -1 writes nothing. Slots must differ, and none may be
                 one that another sequence of the call has. If it is the sequence's own slot, the
                 sequence's final state remains there.
         """
         return self._replace(snapshot_chunks=chunks, snapshots=snapshots, snapshot_indices=indices)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the states in memory; fp32 where there are none."""
+        states = self.write if self.read is None else self.read
+        return torch.float32 if states is None else states.dtype
 
     @property
     def num_snapshots(self) -> int:
@@ -288,8 +295,8 @@ class DraftInputs(NamedTuple):
     ) -> DraftInputs:
         """Buffers with a step for each token (sglang): the pools are only read.
 
-        The state after token t of sequence n goes to ``states[indices[n], t]``, fp32 or bf16, the
-        convolution's window to ``windows[indices[n], t]``.
+        The state after token t of sequence n goes to ``states[indices[n], t]``, in any dtype of a
+        pool, the convolution's window to ``windows[indices[n], t]``.
         """
         return cls(cu_seqlens, None, states, indices, windows)
 

@@ -11,12 +11,9 @@ import torch
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from kda_backend.contract.step import is_aligned
-from kda_backend.contract.values import (
-    ConvInputs,
-    DecodeCall,
-    StateRef,
-)
+from kda_backend.contract.values import ConvInputs, DecodeCall, StateRef
 from kda_backend.launch_params import FusedStepSm90Params
+from kda_backend.token_spec import TYPE_CODES
 
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
@@ -60,7 +57,6 @@ PARAMS = CudaParams(
         *("conv_weight", "conv_bias", "norm_weight", "norm_gate", "out"),
     ),
 )
-_TYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> FusedStepSm90:
@@ -166,7 +162,8 @@ def defines(
             gate; ``None`` is a tensor that is not there.
     """
     names = ("A", "DT", "CONV", "TAPS", "BIAS", "NORM", "Z")
-    types = {"X": x, "G": g, "BETA": beta_dtype, **dict(zip(names, optional, strict=True))}
+    types: dict[str, torch.dtype | None] = {"STATE": state, "X": x, "G": g, "BETA": beta_dtype}
+    types |= dict(zip(names, optional, strict=True))
     return {
         "SPLIT": launch.split,
         "WARPS": launch.warps,
@@ -179,6 +176,5 @@ def defines(
         "HAS_CONV": int(types["CONV"] is not None),
         "HAS_BIAS": int(types["BIAS"] is not None),
         "HAS_NORM": int(types["NORM"] is not None),
-        "STATE_BF16": int(state == torch.bfloat16),
-        **{f"DT_{name}": _TYPE[dtype or torch.float32] for name, dtype in types.items()},
+        **{f"DT_{name}": TYPE_CODES[dtype or torch.float32] for name, dtype in types.items()},
     }

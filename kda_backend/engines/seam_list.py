@@ -25,6 +25,7 @@ _METADATA = (
     Seam("vllm.model_executor.custom_op:op_registry_oot"),
     Seam("vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first"),
     Seam("vllm.forward_context:get_forward_context"),
+    Seam("vllm.forward_context:is_forward_context_available"),
     Seam("vllm.forward_context:ForwardContext", has="attn_metadata no_compile_layers"),
     Seam(
         "vllm.config.cache:CacheConfig", has="mamba_page_size_padded mamba_cache_mode use_replayssm"
@@ -109,28 +110,29 @@ LING = Part(
         ),
         *_STATES,
         Seam(
-            "vllm.model_executor.models.bailing_moe_v3:BailingMoeV3ForCausalLM"
-            ".get_mamba_state_dtype_from_config",
-            takes="vllm_config",
-        ),
-        Seam(
             "vllm.utils.torch_utils:direct_register_custom_op",
             given="op_name op_func mutates_args fake_impl",
         ),
     ),
 )
-ALICE = Part(
-    "vllm",
-    "dtype of AliceAI's states",
-    (
-        *_STATES,
-        Seam(
-            "vllm.model_executor.models.alice_ai:AliceAIForCausalLM"
-            ".get_mamba_state_dtype_from_config",
-            takes="vllm_config",
+SIZING = tuple(
+    Part(
+        "vllm",
+        f"pages of KDA states of {model}",
+        (
+            *_STATES,
+            Seam(f"{module}:{name}.get_mamba_state_dtype_from_config", takes="vllm_config"),
         ),
-    ),
+    )
+    for model, module, name in (
+        ("AliceAI", "vllm.model_executor.models.alice_ai", "AliceAIForCausalLM"),
+        ("Ling-V3", "vllm.model_executor.models.bailing_moe_v3", "BailingMoeV3ForCausalLM"),
+        ("Kimi-Linear", "vllm.models.kimi_k3.nvidia.model", "KimiLinearForCausalLM"),
+        ("Kimi-Linear on AMD", "vllm.models.kimi_k3.amd.linear", "KimiLinearForCausalLM"),
+        ("GLM-5.3-Flash", "vllm.models.glm5next.common.model", "Glm5NextForCausalLM"),
+    )
 )
+"""Classes of models that size pages, the last seam of each; other classes ask these."""
 VLLM_GRAPHS = Part(
     "vllm",
     "prefill graphs of KDA models",
@@ -147,6 +149,29 @@ VLLM_GRAPHS = Part(
         Seam(
             "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
             has="compilation_config _capture_descs _candidates",
+        ),
+    ),
+)
+
+VLLM_CAPTURE = Part(
+    "vllm",
+    "KDA layers inside of prefill graphs",
+    (
+        Seam(
+            "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
+            has="breakable_cg_runner _graphs_captured device vllm_config",
+        ),
+        Seam(
+            "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.init_breakable_cg_runner",
+            takes="model key_fn",
+        ),
+        Seam(
+            "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.run_pw_graph",
+            takes="model model_inputs",
+        ),
+        Seam(
+            "vllm.forward_context:ForwardContext",
+            has="cudagraph_runtime_mode moe_layer_index attn_metadata",
         ),
     ),
 )
@@ -254,6 +279,18 @@ SGLANG_GRAPHS = Part(
         ),
     ),
 )
+SGLANG_NGRAM = Part(
+    "sglang",
+    "n-gram drafts as chains",
+    (
+        Seam(
+            "sglang.srt.speculative.cpp_ngram.ngram_corpus:NgramCorpus.batch_get",
+            takes="...",
+            body=True,
+        ),
+        Seam("sglang.srt.speculative.cpp_ngram.ngram_corpus:NgramCorpus", has="draft_token_num"),
+    ),
+)
 _BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
 SGLANG_MLA_BREAKS = Part(
     "sglang",
@@ -270,6 +307,6 @@ SGLANG_MLA_BREAKS = Part(
     ),
 )
 SEAMS = (
-    *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, GLM, LING, ALICE, VLLM_GRAPHS),
-    *(SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_GRAPHS, SGLANG_MLA_BREAKS),
+    *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, GLM, LING, *SIZING, VLLM_GRAPHS, VLLM_CAPTURE),
+    *(SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_GRAPHS, SGLANG_NGRAM, SGLANG_MLA_BREAKS),
 )

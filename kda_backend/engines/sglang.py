@@ -44,8 +44,9 @@ def _present(backend: Any, runner: Any) -> bool:
 
 
 def _install(backend: Any, runner: Any) -> None:
-    from kda_backend.engines import sglang_layer, sglang_prefill_graphs
+    from kda_backend.engines import sglang_layer, sglang_ngram, sglang_prefill_graphs
 
+    sglang_ngram.keep_one_path(runner.server_args)
     ours = sglang_layer.install(backend.linear_attn_backend, runner)
     if seams.refusal(seam_list.SGLANG_GRAPHS) is None:
         sglang_prefill_graphs.prepare(backend, runner, ours="prefill" in ours)

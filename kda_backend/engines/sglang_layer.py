@@ -21,7 +21,7 @@ from kda_backend.engines.sglang_kernel import (
     norm_handed_over,
     split_rows,
 )
-from kda_backend.engines.sglang_scratch import reserve_scratch, reserved_scratch
+from kda_backend.engines.sglang_scratch import reserve_scratch, reserved_scratch, state_dtype_of
 from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
 from kda_backend.selection import (
@@ -41,15 +41,15 @@ def reserve(runner: Any) -> None:
     selection = _selection(layers, [], device, runner.dtype) if layers else None
     if selection is None:
         return
-    begin_to_compile(selection, _variants(selection))
+    begin_to_compile(selection, _variants(selection, state_dtype_of(runner)))
     reserve_scratch(runner, selection, len(layers))
 
 
-def _variants(selection: KdaSelection) -> list[PrefillVariant]:
+def _variants(selection: KdaSelection, state_dtype: torch.dtype) -> list[PrefillVariant]:
     """Those of Hopper's prefill kernels: with states that are kept and without, for logits and for
     step sizes that the model has put through the sigmoid."""
     return [
-        variant_of_engine(selection.shape.bounded_gate, track=track, beta=beta)
+        variant_of_engine(selection.shape.bounded_gate, state_dtype, track=track, beta=beta)
         for track in (Track.NONE, Track.IN_ORDER)
         for beta in (Beta.SIGMOID, Beta.GIVEN)
     ]
@@ -190,7 +190,8 @@ def compile_kernels(
     convolution, beside a step size from that row. Kernels are compiled for each.
     """
     device, dtype = cache.temporal.device, kernel.selection.shape.dtype
-    for of_prefill in begin_to_compile(kernel.selection, _variants(kernel.selection)):
+    variants = _variants(kernel.selection, cache.temporal.dtype)
+    for of_prefill in begin_to_compile(kernel.selection, variants):
         of_prefill.load()
     heads, key_dim, value_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     channels = layer.q_dim + layer.k_dim + layer.v_dim

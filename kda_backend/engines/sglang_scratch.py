@@ -43,6 +43,13 @@ class Reserved:
     scratch: Scratch
     tokens: int
     requests: int
+    state_dtype: torch.dtype
+
+
+def state_dtype_of(runner: Any) -> torch.dtype:
+    """The dtype of the states that a ModelRunner's pools will have: ``--mamba-ssm-dtype``."""
+    found: torch.dtype = mambaish_config(runner.model_config).mamba2_cache_params.dtype.temporal
+    return found
 
 
 def reserve_scratch(runner: Any, selection: KdaSelection, num_layers: int) -> None:
@@ -50,14 +57,15 @@ def reserve_scratch(runner: Any, selection: KdaSelection, num_layers: int) -> No
 
     Weights are loaded, pools are not sized yet. ``num_layers``: KDA layers on this rank.
     """
+    state_dtype = state_dtype_of(runner)
     tokens, requests = largest_prefill(runner, num_layers)
     if check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
         # a captured step has as many sequences, however few requests the server runs
         captured = most_sequences(selection.shape.num_value_heads)
         requests = max(requests, min(captured, tokens))
     scratch = Scratch(torch.device(runner.device))
-    grow(scratch, selection, tokens, requests)
-    setattr(runner, _RESERVED, Reserved(scratch, tokens, requests))
+    grow(scratch, selection, tokens, requests, state_dtype)
+    setattr(runner, _RESERVED, Reserved(scratch, tokens, requests, state_dtype))
     say(
         f"scratch memory of {tokens} tokens of {requests} requests is"
         f" {scratch.nbytes / 2**20:.0f} MiB, taken before the pools are sized"
@@ -76,7 +84,7 @@ def reserved_scratch(runner: Any, selection: KdaSelection) -> Scratch | None:
         return None
     requests = min(runner.max_running_requests, reserved.tokens)
     if requests > reserved.requests:
-        grow(reserved.scratch, selection, reserved.tokens, requests)
+        grow(reserved.scratch, selection, reserved.tokens, requests, reserved.state_dtype)
         say(
             f"{requests} requests run where {reserved.requests} were expected: scratch"
             f" memory is {reserved.scratch.nbytes / 2**20:.0f} MiB, beside the pools"
@@ -126,7 +134,13 @@ def _state_slots(runner: Any, num_layers: int) -> int:
     return int(max(0.0, free) * share * 2**30 / slot)
 
 
-def grow(scratch: Scratch, selection: KdaSelection, tokens: int, requests: int) -> None:
+def grow(
+    scratch: Scratch,
+    selection: KdaSelection,
+    tokens: int,
+    requests: int,
+    state_dtype: torch.dtype,
+) -> None:
     """Grow ``scratch`` to what a prefill of so many tokens and requests takes, by running it.
 
     No division of the tokens among so many requests makes more chunks than one long request and
@@ -148,7 +162,7 @@ def grow(scratch: Scratch, selection: KdaSelection, tokens: int, requests: int) 
         parameters[:, 1:].contiguous(),
         -5.0 if shape.bounded_gate else None,
     )
-    pool = torch.zeros(1, heads, shape.value_dim, key_dim, dtype=torch.float32, device=device)
+    pool = torch.zeros(1, heads, shape.value_dim, key_dim, dtype=state_dtype, device=device)
     state = StateRef.pool(pool, torch.full((requests,), -1, dtype=torch.int32, device=device))
     tables = selection.target.vendor != "cpu"
     step_plan = build_step_plan(

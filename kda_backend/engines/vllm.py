@@ -66,13 +66,6 @@ REPLACED = {
 }
 
 
-FP32_MODELS = {
-    "vllm.model_executor.models.alice_ai": ("AliceAIForCausalLM", seam_list.ALICE),
-    "vllm.model_executor.models.bailing_moe_v3": ("BailingMoeV3ForCausalLM", seam_list.LING),
-}
-"""Classes of models whose pages have room for fp32 states, whatever the options say."""
-
-
 def register() -> None:
     """Make the flag known and wait for vLLM's layers; a second call changes nothing."""
     claim = VllmLayerClaim(
@@ -81,8 +74,11 @@ def register() -> None:
     vllm_flag.register_family(FAMILY, [claim])
     after_import("vllm.config.vllm", vllm_graphs.install)
     after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.leave_decodes)
-    for module, (model, part) in FP32_MODELS.items():
-        after_import(module, functools.partial(_honour_state_dtype, model, part))
+    after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.capture_layers)
+    for part in seam_list.SIZING:
+        module, _, model = part.seams[-1].place.partition(":")
+        act = functools.partial(_honour_state_dtype, model.partition(".")[0], part)
+        after_import(module, act)
 
 
 def _honour_state_dtype(model: str, part: Part, module: ModuleType) -> None:

@@ -10,25 +10,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 
 from backend_core.engines.seams import Part
 from kda_backend.engines.vllm_convs import SeparateConvs
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints
+from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
+from kda_backend.engines.vllm_tables import breaks_without_tables
 
 
 def layer_class(upstream: Any, part: Part) -> Any:
     """Our class in the place of ``upstream``, ``Glm5NextLinearAttention``."""
 
-    class KdaLayer(SeparateConvs, ExportsCheckpoints, upstream):  # type: ignore[misc]
+    class KdaLayer(SeparateConvs, ExportsCheckpoints, HonoursStateDtype, upstream):  # type: ignore[misc]
         exports = True
+        captured_on_tables = True
 
         def __init__(
             self, config: Any, vllm_config: VllmConfig, prefix: str = "", **options: Any
         ) -> None:
             super().__init__(config, vllm_config, prefix, **options)
             if not self.take_over(vllm_config, part, checkpoints=self.exports):
+                expect_upstreams_dtype(self, upstream, vllm_config)
                 self.__class__ = upstream
 
         def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -43,7 +46,7 @@ def layer_class(upstream: Any, part: Part) -> Any:
             projected_out: torch.Tensor = self.o_proj(out.flatten(1))[0]
             return projected_out
 
-        @eager_break_during_capture  # type: ignore[untyped-decorator]
+        @breaks_without_tables
         def _attend(
             self,
             qkv: torch.Tensor,

@@ -6,6 +6,9 @@ modes or eager execution stays as it is, and so do servers of a kind for which n
 
 The sizes are of steps with prefills. vLLM would capture its graphs of decodes alone in them too,
 whose attention keeps memory for each token; these stay what they are without the flag.
+
+A graph of a step with prefills breaks at each KDA layer upstream. Here a second graph of each size
+holds these layers too (`vllm_tables`), and is replayed where the step's requests fit its tables.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from typing import Any
 from backend_core.engines import seams
 from backend_core.engines.vllm_flag import requested, say
 from kda_backend.engines.prefill_graphs import most_tokens, sizes
-from kda_backend.engines.seam_list import VLLM_GRAPHS
+from kda_backend.engines.seam_list import VLLM_CAPTURE, VLLM_GRAPHS
 from kda_backend.family import model_refusal
 
 _INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
+_TABLES = "_kda_dsv4_tables"  # on a CudaGraphManager
 _OF_DECODES = "_kda_dsv4_of_decodes"  # on a CompilationConfig: tokens of the largest such graph
 
 
@@ -67,6 +71,82 @@ def leave_decodes(runner_module: ModuleType) -> None:
 
     setattr(init_candidates, _INSTALLED, True)
     runner_module.CudaGraphManager._init_candidates = init_candidates
+
+
+def capture_layers(runner_module: ModuleType) -> None:
+    """Let ``CudaGraphManager`` of vLLM's module ``vllm.v1.worker.gpu.cudagraph_utils`` capture a
+    second graph of each step with prefills, with the KDA layers inside; a second call changes
+    nothing."""
+    if seams.difference(VLLM_CAPTURE) is not None:
+        return
+    manager = runner_module.CudaGraphManager
+    init, run = manager.init_breakable_cg_runner, manager.run_pw_graph
+    if hasattr(run, _INSTALLED):
+        return
+
+    @functools.wraps(init)
+    def init_runner(self: Any, model: Any, key_fn: Any = None) -> None:
+        if (
+            self.breakable_cg_runner is None
+            and key_fn is None
+            and refusal(self.vllm_config) is None
+            and seams.refusal(VLLM_CAPTURE) is None
+        ):
+            tables = _tables_of(model, self.device)
+            if tables is not None:
+                setattr(self, _TABLES, tables)
+                key_fn = _runs_on_tables
+        init(self, model, key_fn)
+
+    @functools.wraps(run)
+    def run_graph(self: Any, model: Any, model_inputs: dict[str, Any]) -> Any:
+        tables = vars(self).get(_TABLES)
+        if tables is None:
+            return run(self, model, model_inputs)
+        from vllm.forward_context import get_forward_context
+
+        from kda_backend.engines.vllm_tables import run_on
+
+        context = get_forward_context()
+        if self._graphs_captured:
+            if tables.fill(context.attn_metadata):
+                run_on(tables)
+            return run(self, model, model_inputs)
+        output = run(self, model, model_inputs)
+        tables.clear()
+        run_on(tables)
+        mode = context.cudagraph_runtime_mode
+        context.cudagraph_runtime_mode = runner_module.CUDAGraphMode.NONE
+        context.moe_layer_index = 0
+        model(**model_inputs)  # so that nothing is compiled or allocated during the capture
+        context.cudagraph_runtime_mode = mode
+        context.moe_layer_index = 0
+        run(self, model, model_inputs)
+        return output
+
+    setattr(run_graph, _INSTALLED, True)
+    manager.init_breakable_cg_runner, manager.run_pw_graph = init_runner, run_graph
+
+
+def _tables_of(model: Any, device: Any) -> Any:
+    """The tables of a model's KDA layers; ``None`` without layers of ours, or where they do not
+    break graphs."""
+    from kda_backend.engines.vllm_tables import StepTables
+
+    runtimes = [
+        runtime
+        for layer in model.modules()
+        if getattr(layer, "captured_on_tables", False)
+        and (runtime := getattr(layer, "kda_runtime", None)) is not None
+    ]
+    return StepTables(runtimes[0], device) if runtimes else None
+
+
+def _runs_on_tables(**_: Any) -> bool:
+    """Which of a size's two graphs a pass captures or replays."""
+    from kda_backend.engines.vllm_tables import tables_of_pass
+
+    return tables_of_pass() is not None
 
 
 def add_sizes(config: Any, resolve: Any) -> None:

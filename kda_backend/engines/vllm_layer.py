@@ -19,8 +19,10 @@ from backend_core.engines.log import chosen
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, requested, say
 from backend_core.strict import fallback
 from backend_core.target import detect_target
+from kda_backend.contract.tensors import STATES
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
-from kda_backend.engines.vllm_run import Runtime, run_step
+from kda_backend.engines.vllm_run import Runtime, pools_of, run_segment, run_step
+from kda_backend.engines.vllm_tables import tables_of_pass
 from kda_backend.layer import LayerWeights, Projections
 from kda_backend.prefill.arguments_sm90 import Track, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
@@ -70,7 +72,7 @@ def runtime_of(
                 0 if speculative is None else 1 + speculative.num_speculative_tokens,
                 vllm_config.parallel_config.use_ubatching,
                 checkpoints and vllm_config.cache_config.mamba_cache_mode == "align",
-                module.get_state_dtype()[1] == torch.bfloat16,
+                module.get_state_dtype()[1],
             )
         except (LookupError, ValueError) as error:
             refusal = str(error)
@@ -84,8 +86,8 @@ def _refusal(vllm_config: VllmConfig, module: Any, lower_bound: float | None) ->
     if (records := _refusal_of_records(vllm_config, module)) is not None:
         return records
     state_dtype = module.get_state_dtype()[1]
-    if state_dtype not in (torch.float32, torch.bfloat16):
-        return f"the KDA state must be float32 or bfloat16, got {state_dtype}"
+    if state_dtype not in STATES:
+        return f"the KDA state must be float32, bfloat16 or float16, got {state_dtype}"
     if module.conv_size != 4:
         return f"the short convolution must have 4 taps, got {module.conv_size}"
     if module.head_dim > 128:
@@ -123,22 +125,19 @@ def _runtime(
     max_draft: int,
     concurrent: bool,
     checkpoints: bool,
-    bf16_state: bool,
+    state_dtype: torch.dtype,
 ) -> Runtime:
     selection = select(detect_target(device), shape)
     gate = "bounded" if shape.bounded_gate else "unbounded"
-    facts = f"{shape.num_value_heads} heads of {shape.value_dim} per rank, {gate} gate"
+    states = f"{str(state_dtype).removeprefix('torch.')} states"
+    facts = f"{shape.num_value_heads} heads of {shape.value_dim} per rank, {gate} gate, {states}"
     rows, operators = selection.explain(), selection.operators
     say(*chosen("KDA layers", selection.target, facts, rows, operators))
     # while weights load; the profile run waits for what is not ready
-    with_snapshots = Track.IN_ORDER if bf16_state else Track.POOL
-    tracks = (Track.NONE, with_snapshots) if checkpoints else (Track.NONE,)
+    tracks = (Track.NONE, Track.POOL) if checkpoints else (Track.NONE,)
     begin_to_compile(
         selection,
-        [
-            variant_of_engine(shape.bounded_gate, track=track, bf16_state=bf16_state)
-            for track in tracks
-        ],
+        [variant_of_engine(shape.bounded_gate, state_dtype, track=track) for track in tracks],
     )
     # Two micro-batches run layers at the same time: each call then has memory of its own.
     scratch = None if concurrent else Scratch(device)
@@ -171,7 +170,12 @@ def attend(
         return
     try:
         plans = vars(context).setdefault(_PLANS, {})
-        run_step(module, weights, x, metadata, plans)
+        if (tables := tables_of_pass()) is None:
+            run_step(module, weights, x, metadata, plans)
+            return
+        segment = tables.segment(module.prefix, context.attn_metadata, out.shape[0], plans)
+        out.zero_()  # rows of padding stay zeros
+        run_segment(module.kda_runtime, weights, x, pools_of(module), segment)
     except Exception as error:
         log_failed_step(f"KDA layer {module.prefix}", error)
         raise

@@ -13,7 +13,6 @@ import functools
 from typing import Any
 
 import torch
-from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 
 from backend_core.engines.seams import Part
@@ -21,6 +20,7 @@ from kda_backend.contract.values import GateSpec
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints, KeepsLengths
 from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
+from kda_backend.engines.vllm_tables import breaks_without_tables
 from kda_backend.layer import LayerWeights
 
 
@@ -30,6 +30,7 @@ def layer_class(upstream: Any, part: Part) -> Any:
 
     class KdaLayer(KeepsLengths, ExportsCheckpoints, HonoursStateDtype, upstream):  # type: ignore
         kda_weights: LayerWeights | None = None
+        captured_on_tables = True
 
         @functools.wraps(upstream.__init__)  # type: ignore[misc]
         def __init__(
@@ -50,7 +51,7 @@ def layer_class(upstream: Any, part: Part) -> Any:
                 expect_upstreams_dtype(self, upstream, vllm_config)
                 self.__class__ = upstream
 
-        @eager_break_during_capture  # type: ignore[untyped-decorator]
+        @breaks_without_tables
         def _forward(
             self,
             mixed_qkv: torch.Tensor,

@@ -103,8 +103,7 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
     most = runtime.max_sequences if runtime.max_draft else MOST_PREFILLS
     requests = max(1, min(runtime.max_sequences, most, total))
     largest = prefills([total - requests + 1] + [1] * (requests - 1), known=True)
-    for step in with_and_without_checkpoints(largest):
-        run_segment(runtime, weights, tokens(0, total), pools, step)
+    run_segment(runtime, weights, tokens(0, total), pools, largest)
     taken = 0 if runtime.scratch is None else runtime.scratch.nbytes / 2**20
     say(f"kernels are loaded; scratch memory of {total} tokens is {taken:.0f} MiB")
 

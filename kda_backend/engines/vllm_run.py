@@ -59,10 +59,7 @@ def run_step(
     if step is None:
         step = build_step(metadata, runtime.selection, plans)
         setattr(metadata, _STEP, step)
-    conv_pool, state_pool = module.kv_cache[:2]
-    if not is_conv_state_dim_first():
-        conv_pool = conv_pool.transpose(-1, -2)
-    pools = (conv_pool, state_pool)
+    pools = pools_of(module)
     if step.draft is not None:
         others = step.prefills[0] if step.prefills else step.decode
         verify(runtime, weights, whole, pools, step.draft, others)
@@ -76,6 +73,14 @@ def run_step(
             run_segment(runtime, weights, x, pools, segment, is_first=is_first)
     if step.num_tokens < whole.out.shape[0]:
         whole.out[step.num_tokens :].zero_()
+
+
+def pools_of(module: Any) -> Pools:
+    """A layer's, in the order of this package's operators."""
+    conv_pool, state_pool = module.kv_cache[:2]
+    if not is_conv_state_dim_first():
+        conv_pool = conv_pool.transpose(-1, -2)
+    return conv_pool, state_pool
 
 
 def run_segment(

@@ -2,8 +2,8 @@
 
 vLLM asks the model's class for the size of a cache page, and the layer for the tensors in it.
 Kimi-Linear's layer, and the layer and the model's class of AliceAI and Ling-V3, pass the option
-over: a page of Kimi-Linear's is then too small for its states, and the server ends. With the flag
-all of them follow the option. Kimi-K3's and GLM-5.3-Flash's do so by themselves.
+over: a page of Kimi-Linear's is then too small for its states, and the server ends. All refuse
+float16. With the flag each of them follows the option.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ def expect_upstreams_dtype(layer: Any, upstream: Any, vllm_config: VllmConfig) -
     """
     if requested(vllm_config) is None:
         return
-    asked, kept = layer.get_state_dtype()[1], upstream.get_state_dtype(layer)[1]
-    if asked != kept:
+    asked = layer.get_state_dtype()[1]
+    try:
+        kept = str(upstream.get_state_dtype(layer)[1])
+    except ValueError as error:
+        kept = f"others alone ({error})"
+    if str(asked) != kept:
         raise ValueError(
             f"--mamba-ssm-cache-dtype asks for states in {asked}, and vLLM's own layer, which"
             f" serves {layer.prefix} for the reason that the log gives, keeps them in {kept}: serve"
@@ -67,7 +71,10 @@ def honour_in_model(module: ModuleType, name: str) -> None:
 
 
 def _state_dtype(model_config: Any, cache_config: Any) -> tuple[torch.dtype, torch.dtype]:
-    found: tuple[torch.dtype, torch.dtype] = MambaStateDtypeCalculator.kda_state_dtype(
-        model_config.dtype, cache_config.mamba_cache_dtype, cache_config.mamba_ssm_cache_dtype
+    asked = cache_config.mamba_ssm_cache_dtype
+    windows, state = MambaStateDtypeCalculator.kda_state_dtype(
+        model_config.dtype,
+        cache_config.mamba_cache_dtype,
+        "auto" if asked == "float16" else asked,
     )
-    return found
+    return windows, torch.float16 if asked == "float16" else state

@@ -20,6 +20,7 @@ from backend_core.kernels.math import ex2
 from kda_backend.kernels.functions.conv import conv_silu, load_head, store_window
 from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_tile
 from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
+from kda_backend.kernels.functions.state import as_stored
 
 
 @triton.jit(do_not_specialize=["null_slot"])
@@ -125,9 +126,8 @@ def decode_step_kernel(
     beta = step_size(beta, BETA, FAST_MATH)
     b_state = b_state.to(tl.float32)
     b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)
-    tl.store(
-        p_state, b_state.to(state_ptr.dtype.element_ty), mask=m_state, eviction_policy=EVICTION
-    )
+    b_state = as_stored(b_state, state_ptr.dtype.element_ty)
+    tl.store(p_state, b_state, mask=m_state, eviction_policy=EVICTION)
     b_o *= scale
     if norm_weight_ptr is not None:
         b_o = gated_norm(b_o, b_weight, b_gate, eps, V, FAST_MATH)

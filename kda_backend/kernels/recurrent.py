@@ -17,7 +17,7 @@ import triton.language as tl
 
 from backend_core.kernels.math import ex2
 from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
-from kda_backend.kernels.functions.state import reads_state, slot_of
+from kda_backend.kernels.functions.state import as_stored, reads_state, slot_of
 
 
 @triton.jit
@@ -126,5 +126,5 @@ def recurrent_kernel(
     if state_out_ptr is not None:
         o_state = o_v[:, None] * stride_state_out_v + o_k[None, :] * stride_state_out_k
         state_out_ptr += slot * stride_state_out_n + i_hv * stride_state_out_h
-        b_state = b_state.to(state_out_ptr.dtype.element_ty)
+        b_state = as_stored(b_state, state_out_ptr.dtype.element_ty)
         tl.store(state_out_ptr + o_state, b_state, mask=m_vk & (slot >= 0))

@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 
 from backend_core.kernels.pdl import pdl_wait
-from kda_backend.kernels.functions.state import reads_state, slot_of
+from kda_backend.kernels.functions.state import as_stored, reads_state, slot_of
+
+
+@triton.jit
+def as_operand(x, DOT: tl.constexpr, STATES: tl.constexpr):
+    """x rounded for a product, whose fp16 ends where that of states in fp16 memory does."""
+    if tl.float16 == STATES:
+        x = as_stored(x, DOT)
+    return x.to(DOT)
 
 
 @triton.jit
@@ -49,7 +57,8 @@ def store_snapshots(
         else:
             hit = marks[i_s] == count
             o_s = places[i_s] + o_v[None, :] * K + o_k[:, None]
-        tl.store(snapshots_ptr + o_s, b_state, mask=m_kv & hit)
+        b_kept = as_stored(b_state, snapshots_ptr.dtype.element_ty)
+        tl.store(snapshots_ptr + o_s, b_kept, mask=m_kv & hit)
 
 
 @triton.jit
@@ -64,7 +73,7 @@ def scan_kernel(
     chunk_states_ptr,  # [capacity, HV, V, K] by strides: the state before each chunk; or None
     snapshot_chunks_ptr,  # [N, NUM_SNAPSHOTS] int32 chunk counts, -1: none; or None
     snapshot_indices_ptr,  # [N, NUM_SNAPSHOTS] int32 slots, -1: none; or None
-    snapshots_ptr,  # [N, NUM_SNAPSHOTS, HV, V, K] fp32; with slots [slots, HV, V, K]; or None
+    snapshots_ptr,  # [N, NUM_SNAPSHOTS, HV, V, K] fp32; or of slots, as the states; or None
     cu_seqlens_ptr,
     chunk_offsets_ptr,
     scale,
@@ -105,6 +114,7 @@ def scan_kernel(
     num_chunks = (eos - bos + CHUNK - 1) // CHUNK
     slot = slot_of(state_indices_ptr, i_n)
     DOT: tl.constexpr = tile_ptr.dtype.element_ty
+    STATES: tl.constexpr = None if state_out_ptr is None else state_out_ptr.dtype.element_ty
 
     o_r = tl.arange(0, CHUNK)
     o_k = tl.arange(0, BLOCK_K)
@@ -152,8 +162,9 @@ def scan_kernel(
         b_a = tl.load(tile_ptr + CHUNK * (3 * ROW_K + ROW_V) + o_rc)
         b_total = tl.load(total_ptr + o_k, mask=m_k, other=0.0)
 
-        b_s = b_state.to(DOT)
-        b_new = (b_u.to(tl.float32) - tl.dot(b_w, b_s, input_precision=PRECISION)).to(DOT)
+        b_s = as_operand(b_state, DOT, STATES)
+        b_new = b_u.to(tl.float32) - tl.dot(b_w, b_s, input_precision=PRECISION)
+        b_new = as_operand(b_new, DOT, STATES)
         b_o = tl.dot(b_q, b_s, input_precision=PRECISION)
         b_state = tl.dot(
             tl.trans(b_k), b_new, acc=b_state * b_total[:, None], input_precision=PRECISION
@@ -170,5 +181,5 @@ def scan_kernel(
     if state_out_ptr is not None:
         o_state = o_v[None, :] * stride_state_out_v + o_k[:, None] * stride_state_out_k
         state_out_ptr += slot * stride_state_out_n + i_hv * stride_state_out_h
-        b_state = b_state.to(state_out_ptr.dtype.element_ty)
+        b_state = as_stored(b_state, state_out_ptr.dtype.element_ty)
         tl.store(state_out_ptr + o_state, b_state, mask=m_kv & (slot >= 0))

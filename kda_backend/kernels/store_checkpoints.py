@@ -1,11 +1,9 @@
-"""States inside of a prefill, put where a prefix cache keeps them.
+"""Windows of the convolution inside of a prefill, put where a prefix cache keeps them.
 
-For each sequence with a checkpoint: the recurrent state, which the scan has left in ``snapshots``,
-and the WIDTH - 1 tokens before it, which the convolution reads when the sequence is resumed. Where
-the scan has written the pool itself, ``state_size`` is 0 and no state is copied.
+For each sequence with a checkpoint: the WIDTH - 1 tokens before it, which the convolution reads
+when the sequence is resumed. The scan writes the recurrent state itself.
 
-Grid: (N * (cdiv(state_size, BLOCK) + cdiv(C, BLOCK)),): the programs of a sequence copy its
-recurrent state first, then its channels.
+Grid: (N * cdiv(C, BLOCK),).
 """
 
 import triton
@@ -17,41 +15,28 @@ import triton.language as tl
 )
 def store_checkpoints_kernel(
     x_ptr,  # [T, C]: the tokens before their convolution
-    snapshots_ptr,  # [N, state_size] fp32 contiguous
     conv_state_ptr,  # [slots, C, WIDTH - 1] by strides
-    state_ptr,  # [slots, state_size], a slot's elements adjacent
     offsets_ptr,  # [N] int32, tokens of the sequence before its checkpoint, at least WIDTH - 1
     state_indices_ptr,  # [N] int32 slot of each checkpoint, -1: none
     cu_seqlens_ptr,  # [N + 1]
     C,
-    state_size,
     stride_x_t,
     stride_conv_state_n,
     stride_conv_state_c,
     stride_conv_state_w,
-    stride_state_n,
     WIDTH: tl.constexpr,  # 4
     BLOCK: tl.constexpr,
 ):
-    num_state_blocks = tl.cdiv(state_size, BLOCK)
-    num_blocks = num_state_blocks + tl.cdiv(C, BLOCK)
-    i_n = (tl.program_id(0) // num_blocks).to(tl.int64)
-    i_block = tl.program_id(0) % num_blocks
+    num_blocks = tl.cdiv(C, BLOCK)
+    i_n = tl.program_id(0) // num_blocks
     slot = tl.load(state_indices_ptr + i_n).to(tl.int64)
     if slot < 0:
         return
-    if i_block < num_state_blocks:
-        o_s = i_block * BLOCK + tl.arange(0, BLOCK)
-        m_s = o_s < state_size
-        b_state = tl.load(snapshots_ptr + i_n * state_size + o_s, mask=m_s)
-        b_state = b_state.to(state_ptr.dtype.element_ty)
-        tl.store(state_ptr + slot * stride_state_n + o_s, b_state, mask=m_s)
-    else:
-        o_c = (i_block - num_state_blocks) * BLOCK + tl.arange(0, BLOCK)
-        m_c = o_c < C
-        end = tl.load(cu_seqlens_ptr + i_n).to(tl.int64) + tl.load(offsets_ptr + i_n)
-        window_ptr = conv_state_ptr + slot * stride_conv_state_n + o_c * stride_conv_state_c
-        for j in tl.static_range(WIDTH - 1):
-            b_x = tl.load(x_ptr + (end - (WIDTH - 1) + j) * stride_x_t + o_c, mask=m_c)
-            b_x = b_x.to(conv_state_ptr.dtype.element_ty)
-            tl.store(window_ptr + j * stride_conv_state_w, b_x, mask=m_c)
+    o_c = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    m_c = o_c < C
+    end = tl.load(cu_seqlens_ptr + i_n).to(tl.int64) + tl.load(offsets_ptr + i_n)
+    window_ptr = conv_state_ptr + slot * stride_conv_state_n + o_c * stride_conv_state_c
+    for j in tl.static_range(WIDTH - 1):
+        b_x = tl.load(x_ptr + (end - (WIDTH - 1) + j) * stride_x_t + o_c, mask=m_c)
+        b_x = b_x.to(conv_state_ptr.dtype.element_ty)
+        tl.store(window_ptr + j * stride_conv_state_w, b_x, mask=m_c)

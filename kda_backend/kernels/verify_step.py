@@ -19,6 +19,7 @@ from backend_core.kernels.math import ex2
 from kda_backend.kernels.functions.conv import conv_silu, load_head, store_window
 from kda_backend.kernels.functions.delta import delta_step, gated_norm, state_tile
 from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
+from kda_backend.kernels.functions.state import as_stored
 
 
 @triton.jit
@@ -234,7 +235,8 @@ def verify_step_kernel(
         b_decay = ex2(log2_decay(b_g, a_log, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
-        tl.store(p_write, b_state.to(write_ptr.dtype.element_ty), mask=m_state & writes)
+        b_kept = as_stored(b_state, write_ptr.dtype.element_ty)
+        tl.store(p_write, b_kept, mask=m_state & writes)
         b_o *= scale
         if norm_weight_ptr is not None:
             p_gate = norm_gate_ptr + (bos + i_t) * stride_norm_gate_t + i_hv * V + o_v

@@ -65,7 +65,7 @@ SEQUENCE_FIELDS = (
     ("has_initial_state", "const unsigned char*"),  # [N], or null: all have
     ("chunk_states", "States"),  # [chunks, HV, V, K] bf16: before each chunk, or null
     ("snapshot_chunks", "const int*"),  # [N, num_snapshots]: after how many chunks
-    ("snapshots", "float*"),  # [N, num_snapshots, HV, 128, 128], or a pool [slots, HV, 128, 128]
+    ("snapshots", "void*"),  # [N, num_snapshots, HV, 128, 128] fp32, or a pool as state_out
     ("cu_seqlens", "const void*"),  # [N + 1] int32, or int64 with CU_INT64
     ("chunk_offsets", "const int*"),  # [N + 1]: first chunk
     ("sequence_order", "const int*"),  # [N]: most chunks first
@@ -147,7 +147,7 @@ class PrefillVariant(NamedTuple):
     Attributes:
         beta_dtype: of beta as the kernels read it, bf16 or fp32.
         int64_offsets: cu_seqlens are int64.
-        bf16_state: states of the pool are bf16.
+        state_dtype: of the states in memory.
         track: states inside of the sequences that are written too.
     """
 
@@ -156,7 +156,7 @@ class PrefillVariant(NamedTuple):
     l2norm: bool
     beta_dtype: torch.dtype
     int64_offsets: bool
-    bf16_state: bool
+    state_dtype: torch.dtype
     track: Track
 
 
@@ -188,24 +188,24 @@ def variant_of(
     chunk_states: torch.Tensor | None,
 ) -> PrefillVariant:
     """The kernels' variants for a call."""
-    pool = state.read if state.read is not None else state.write
     return PrefillVariant(
         gate=gate.kind,
         beta=tokens.beta_kind,
         l2norm=tokens.l2norm,
         beta_dtype=beta_of(tokens).dtype,
         int64_offsets=step_plan.cu_seqlens.dtype == torch.int64,
-        bf16_state=pool is not None and pool.dtype == torch.bfloat16,
+        state_dtype=state.dtype,
         track=_track_of(state, chunk_states),
     )
 
 
 def variant_of_engine(
-    bounded_gate: bool, *, track: Track, beta: Beta = Beta.SIGMOID, bf16_state: bool = False
+    bounded_gate: bool, state_dtype: torch.dtype, *, track: Track, beta: Beta = Beta.SIGMOID
 ) -> PrefillVariant:
     """The kernels' variant for an engine's prefills of bf16, whose offsets are int32.
 
     Args:
+        state_dtype: of the pool.
         beta: logits in bf16, or step sizes in fp32 (``Beta.GIVEN``).
     """
     return PrefillVariant(
@@ -214,7 +214,7 @@ def variant_of_engine(
         l2norm=True,
         beta_dtype=torch.float32 if beta == Beta.GIVEN else torch.bfloat16,
         int64_offsets=False,
-        bf16_state=bf16_state,
+        state_dtype=state_dtype,
         track=track,
     )
 

@@ -32,6 +32,7 @@ from kda_backend.prefill.arguments_sm90 import (
 )
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
+from kda_backend.token_spec import TYPE_CODES
 
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
@@ -213,6 +214,6 @@ def defines(rows: int, ctas_per_sm: int, variant: PrefillVariant) -> dict[str, i
         "ROWS": rows,
         "MIN_BLOCKS": ctas_per_sm,
         "CU_INT64": int(variant.int64_offsets),
-        "STATE_BF16": int(variant.bf16_state),
+        "DT_STATE": TYPE_CODES[variant.state_dtype],
         "TRACK": int(variant.track),
     }

@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from backend_core.tables.schema import KernelPath
@@ -30,6 +32,7 @@ from kda_backend.prefill.two_stage_sm90 import SCAN_FIELDS, Scan, TwoStageSm90
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan
+from kda_backend.token_spec import TYPE_CODES
 
 if TYPE_CHECKING:
     from kda_backend.prefill.arguments_sm90 import PrefillVariant
@@ -83,13 +86,13 @@ class SegmentedSm90(HopperPath):
     def __init__(self, params: SegmentedParams, target: Target) -> None:
         self._params = params
         self._whole = TwoStageSm90(params.cost_model, target)
-        self._made: dict[tuple[bool, bool, Track], SegmentKernels] = {}
+        self._made: dict[tuple[bool, torch.dtype, Track], SegmentKernels] = {}
 
     def begin_to_compile(self, variant: PrefillVariant) -> list[CudaKernel]:
         return [*self._begin(variant), *self._whole.begin_to_compile(variant)]
 
     def _begin(self, variant: PrefillVariant) -> list[CudaKernel]:
-        scanned = variant.int64_offsets, variant.bf16_state, variant.track
+        scanned = variant.int64_offsets, variant.state_dtype, variant.track
         if scanned not in self._made:
             self._made[scanned] = _make_kernels(*scanned)
         ends, merge, scan = self._made[scanned]
@@ -99,7 +102,7 @@ class SegmentedSm90(HopperPath):
         """All of a variant, loaded: a later batch may be the first long one."""
         for kernel in self._begin(variant):
             kernel.load()
-        return self._made[variant.int64_offsets, variant.bf16_state, variant.track]
+        return self._made[variant.int64_offsets, variant.state_dtype, variant.track]
 
     def launch_of(self, call: PrefillCall) -> Relaunch | None:
         return self._whole.launch_with(call, self._scan)
@@ -192,15 +195,15 @@ def _scan_of(
     return Scan(schedule, num_tasks, launch)
 
 
-def _make_kernels(int64_offsets: bool, bf16_state: bool, track: Track) -> SegmentKernels:
+def _make_kernels(int64_offsets: bool, state_dtype: torch.dtype, track: Track) -> SegmentKernels:
     params = segment_params(track)
     ends, merge, scan, scan_split = (
         CudaKernel(KERNELS / f"{name}.cu", name, params, defines)
         for name, defines in (
-            ("segment_ends", segment_defines(int64_offsets, bf16_state)),
-            ("merge_segments", segment_defines(int64_offsets, bf16_state)),
-            ("scan", segment_defines(int64_offsets, bf16_state, track)),
-            ("scan_split", segment_defines(int64_offsets, bf16_state, track)),
+            ("segment_ends", segment_defines(int64_offsets, state_dtype)),
+            ("merge_segments", segment_defines(int64_offsets, state_dtype)),
+            ("scan", segment_defines(int64_offsets, state_dtype, track)),
+            ("scan_split", segment_defines(int64_offsets, state_dtype, track)),
         )
     )
     return SegmentKernels(ends, merge, (scan, scan_split))
@@ -212,12 +215,12 @@ def segment_params(track: Track) -> CudaParams:
 
 
 def segment_defines(
-    int64_offsets: bool, bf16_state: bool, track: Track = Track.NONE
+    int64_offsets: bool, state_dtype: torch.dtype, track: Track = Track.NONE
 ) -> dict[str, int]:
     """Preprocessor constants of one variant of the kernels; only the scans track states."""
     return {
         "CU_INT64": int(int64_offsets),
-        "STATE_BF16": int(bf16_state),
+        "DT_STATE": TYPE_CODES[state_dtype],
         "TRACK": int(track),
         "SEGMENTS": 1,
     }

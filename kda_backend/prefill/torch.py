@@ -96,7 +96,14 @@ def write_states(state: StateRef, after: torch.Tensor) -> None:
         state.write.copy_(rows)
     else:
         writes = state.indices >= 0
-        state.write[state.indices[writes].long()] = rows[writes].to(state.write.dtype)
+        state.write[state.indices[writes].long()] = as_stored(rows[writes], state.write.dtype)
+
+
+def as_stored(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """States in a dtype of memory; fp16's largest number in place of what lies beyond it."""
+    if dtype == torch.float16:
+        states = states.clamp(-65504.0, 65504.0)
+    return states.to(dtype)
 
 
 def _write_snapshots(
@@ -112,5 +119,6 @@ def _write_snapshots(
             if not 0 <= boundary <= count or (slots is not None and slots[n][s] < 0):
                 continue
             place = (n, s) if slots is None else slots[n][s]
-            snapshots[place] = after[n] if boundary == count else chunk[first + boundary]
+            kept = after[n] if boundary == count else chunk[first + boundary]
+            snapshots[place] = as_stored(kept, snapshots.dtype)
         first += count

@@ -32,6 +32,7 @@ from kda_backend.prefill.arguments_sm90 import (
 )
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
 from kda_backend.scratch import Scratch
+from kda_backend.token_spec import TYPE_CODES
 
 if TYPE_CHECKING:
     from backend_core.tables.schema import KernelPath
@@ -260,6 +261,6 @@ def scan_defines(variant: PrefillVariant) -> dict[str, int]:
     """Preprocessor constants of one variant of scan.cu or scan_split.cu."""
     return {
         "CU_INT64": int(variant.int64_offsets),
-        "STATE_BF16": int(variant.bf16_state),
+        "DT_STATE": TYPE_CODES[variant.state_dtype],
         "TRACK": int(variant.track),
     }

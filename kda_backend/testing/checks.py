@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -41,10 +42,18 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
             "state update alone": _step_case(path, has_conv=False, has_norm=False),
             "convolution, norm": _step_case(path),
             "convolution, norm, bounded gate": _step_case(path, gate="bounded"),
+            "convolution, norm, bf16 states": _step_case(path, state_dtype=torch.bfloat16),
+            "convolution, norm, fp16 states": _step_case(path, state_dtype=torch.float16),
         }
     if path.operator == "verify":
-        return {f"drafts of {_DRAFT}": lambda target, device: run_draft(path, target, device)}
+        return {
+            f"drafts of {_DRAFT}": functools.partial(run_draft, path),
+            f"drafts of {_DRAFT}, fp16 states": functools.partial(
+                run_draft, path, state_dtype=torch.float16
+            ),
+        }
     found = {"small": _sequence_case(path, small), "adversarial": _sequence_case(path, hard)}
+    found["adversarial, fp16 states"] = _sequence_case(path, hard, state_dtype=torch.float16)
     if "bounded_gate" in path.features:
         found["adversarial, bounded gate"] = _sequence_case(path, hard, gate="bounded")
     if {"any_dtype", "any_head_dim", "grouped_values"} <= path.features:
@@ -58,14 +67,25 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
         long = max(least, 3 * CHUNK * getattr(path.params, "segment_chunks", 1)) + 70
         found["a long sequence"] = _known_lengths(path, (long, 5, least // 4 + 1))
     if path.operator == "prefill":
-        for name, dtype in (("", torch.float32), (", bf16 states", torch.bfloat16)):
+        for name, dtype in (
+            ("", torch.float32),
+            (", bf16 states", torch.bfloat16),
+            (", fp16 states", torch.float16),
+        ):
             check = functools.partial(run_layer, path, state_dtype=dtype)
             found[f"layer with a checkpoint{name}"] = check
     return found
 
 
-def _sequence_case(path: KernelPath, draw: Callable[..., Case], **model: Any) -> CheckCase:
-    return lambda target, device: run(path, target, device, draw(path.operator, **model))
+def _sequence_case(
+    path: KernelPath,
+    draw: Callable[..., Case],
+    state_dtype: torch.dtype = torch.float32,
+    **model: Any,
+) -> CheckCase:
+    return lambda target, device: run(
+        path, target, device, draw(path.operator, **model), state_dtype=state_dtype
+    )
 
 
 def _known_lengths(path: KernelPath, lengths: tuple[int, ...]) -> CheckCase:
@@ -107,6 +127,7 @@ def run(
     case: Case,
     *,
     on_host: bool = False,
+    state_dtype: torch.dtype = torch.float32,
 ) -> Answer:
     """Run one call on ``path`` through its operator.
 
@@ -115,6 +136,7 @@ def run(
 
     Args:
         on_host: the host knows the lengths.
+        state_dtype: of the pool.
 
     Returns:
         (error, allowed): relative L2 against float64 of the output or the states of one regime's
@@ -124,9 +146,10 @@ def run(
         RuntimeError: the call wrote a slot that is not its own, or the padded row's.
     """
     sequences = len(case.lengths)
+    case = dataclasses.replace(case, state=case.state.to(state_dtype).float())
     slots = torch.arange(sequences, 0, -1, dtype=torch.int32)
-    pool = torch.full((sequences + 2, *case.state.shape[1:]), _UNTOUCHED)
-    pool[slots.long()] = case.state
+    pool = torch.full((sequences + 2, *case.state.shape[1:]), _UNTOUCHED, dtype=state_dtype)
+    pool[slots.long()] = case.state.to(state_dtype)
     warm = torch.ones(sequences, dtype=torch.bool)
     from_zero: tuple[int, ...] = ()
     if sequences == _ROWS:
@@ -166,8 +189,7 @@ def run_layer(
     state_dtype: torch.dtype = torch.float32,
 ) -> Answer:
     """One prefill of a layer, from convolution to checkpoint, of three sequences in an engine's
-    pools. One leaves a checkpoint: in fp32 the scan writes it to the pool, in 16 bits to memory
-    that is then copied.
+    pools. One leaves a checkpoint.
 
     Raises:
         RuntimeError: a window of the convolution differs from its tokens, or another slot changed.
@@ -232,13 +254,19 @@ def run_layer(
     return max(errors), LAYER_TOLERANCE
 
 
-def run_step(path: KernelPath, target: Target, device: torch.device, **flags: Any) -> Answer:
+def run_step(
+    path: KernelPath,
+    target: Target,
+    device: torch.device,
+    state_dtype: torch.dtype = torch.float32,
+    **flags: Any,
+) -> Answer:
     """``kda_decode_step`` for five rows, the last of them padded; ``flags`` as `StepCase` has.
 
     Raises:
         RuntimeError: a padded row's output, the window or another slot is not as it must be.
     """
-    case, pools, slots = _step_inputs(_ROWS, device, **flags)
+    case, pools, slots = _step_inputs(_ROWS, device, state_dtype, **flags)
     before = pools.copy()
     o = kda_decode_step(
         *case.inputs,
@@ -261,19 +289,25 @@ def run_step(path: KernelPath, target: Target, device: torch.device, **flags: An
     if case.has_conv and not torch.equal(got_windows, want_windows):
         raise RuntimeError("the convolution's window differs from that of the definition")
     results = ((o[:_PADDED], want_o), (pools.states.cpu()[own], want_states))
-    return _worst(results, STEP_TOLERANCES[torch.float32])
+    return _worst(results, STEP_TOLERANCES[state_dtype])
 
 
-def run_draft(path: KernelPath, target: Target, device: torch.device) -> Answer:
+def run_draft(
+    path: KernelPath,
+    target: Target,
+    device: torch.device,
+    state_dtype: torch.dtype = torch.float32,
+) -> Answer:
     """``kda_verify_step`` with buffers: the pool stays, the state after each token is kept.
 
     Raises:
         RuntimeError: the pool was written.
     """
-    case, pools, slots = _step_inputs(_ROWS * _DRAFT, device, has_conv=False, has_norm=False)
+    bare = {"has_conv": False, "has_norm": False}
+    case, pools, slots = _step_inputs(_ROWS * _DRAFT, device, state_dtype, **bare)
     before = pools.copy()
     shape = (_ROWS, _DRAFT, *pools.states.shape[1:])
-    kept = torch.full(shape, math.nan, device=device)
+    kept = torch.full(shape, math.nan, dtype=state_dtype, device=device)
     o = kda_verify_step(
         *case.inputs,
         StateRef.pool(pools.states, torch.tensor(slots, dtype=torch.int32, device=device)),
@@ -290,16 +324,16 @@ def run_draft(path: KernelPath, target: Target, device: torch.device) -> Answer:
             states.append(state)
     got_states = kept[:_PADDED].flatten(0, 1).cpu()
     results = ((o[: _PADDED * _DRAFT], torch.stack(outputs)), (got_states, torch.stack(states)))
-    return _worst(results, STEP_TOLERANCES[torch.float32])
+    return _worst(results, STEP_TOLERANCES[state_dtype])
 
 
 def _step_inputs(
-    tokens: int, device: torch.device, **flags: Any
+    tokens: int, device: torch.device, state_dtype: torch.dtype, **flags: Any
 ) -> tuple[StepCase, StepPools, list[int]]:
     """A layer of 8 heads of 128, filled pools, and the slots of five rows, the last padded."""
     model: dict[str, Any] = {"heads": 8, "key_dim": 128, "value_dim": 128}
     case = make_step(_SEED, tokens, device=device, regime=HARD_REGIMES, **model, **flags)
-    pools = StepPools(case, _ROWS + 2)
+    pools = StepPools(case, _ROWS + 2, dtype=state_dtype)
     pools.fill(_SEED, list(range(_ROWS + 2)))
     return case, pools, [5, 4, 3, 2, -1]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sanitizer_explained import Listing, is_explained, listing_of
+from kda_backend.contract.tensors import STATES
 from kda_backend.prefill import segmented_sm90
 from tests.core import test_nvrtc
 from tests.kda import test_cuda_compile as kda
@@ -36,8 +37,8 @@ def sources(kernel: str) -> Iterator[tuple[Path, Any, dict[str, int]]]:
             yield source, params, dict(defines)
     if kernel in SEGMENTED:
         folder = segmented_sm90.KERNELS
-        for flags in product((False, True), repeat=2):
-            of = segmented_sm90.segment_defines(*flags)
+        for of_variant in product((False, True), STATES):
+            of = segmented_sm90.segment_defines(*of_variant)
             yield folder / f"{kernel}.cu", segmented_sm90.SEGMENT_PARAMS, of
 
 

@@ -30,19 +30,37 @@ def report(*args: str) -> dict:
     return json.loads(out)
 
 
-def test_info_shows_the_path_of_every_grid_and_the_reason() -> None:
+def test_every_row_that_serves_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns, without the rows that another one takes every size from."""
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run("info", "--target", "H200")
     assert (code, err) == (0, "")
-    assert "kda on H200, from " in out
     assert "strict    off" in out
+    lines = [line.split() for line in out.partition("kda on H200, from")[2].splitlines()]
+    (long,) = [line for line in out.splitlines() if "segmented_sm90" in line]
+    assert long.split("  ")[3] == "any size, longest >= 4096, heads <= 8" and len(long) <= 80
+    for operator in report("--target", "H200")["targets"][0]["families"][0]["operators"]:
+        heading = f"{operator['operator']}, sizes in {operator['grid']}"
+        assert heading in " ".join(" ".join(line) for line in lines)
+        for selection in operator["selections"]:
+            for row in selection["rows"]:
+                found = [line for line in lines if row["path"] in line]
+                assert bool(found) or row["refusal"]
+    assert "torch serves every call, not measured" in run("info", "--target", "cpu")[1]
+
+
+def test_verbose_shows_what_each_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run("info", "--target", "H200", "--verbose")[1]
+    assert "kda on H200, from " in out
+    words = " ".join(out.split())
     for operator in report("--target", "H200")["targets"][0]["families"][0]["operators"]:
         for selection in operator["selections"]:
-            needs = ", ".join(selection["requires"])
-            assert f"{operator['operator']}, models with needs among: {needs}" in out
-            assert selection["rows"][-1]["high"] is None
             for row in selection["rows"]:
-                grid = f"{row['low']} to {row['high'] or 'any'}"
-                assert f"{'none' if row['low'] is None else grid}  " in out and row["path"] in out
+                assert f": {row['path']} " in words
+                why = f"refused: {row['refusal']}" if row["refusal"] else row["provenance"]
+                assert why in words
+                assert all(f" {name}={value} " in words for name, value in row["params"].items())
 
 
 def test_json_keys_are_the_documented_ones() -> None:

@@ -77,6 +77,8 @@ VARIANTS = {
     "functional, intermediate states": (*_SNAPSHOTS, *_POOL),
     "all": (),
 }
+_FP16_STATES = ", fp16 states"  # at the end of a variant's name
+_STATES = ("state_ptr", "write_ptr", "state_in_ptr", "state_out_ptr", "snapshots_ptr")
 SCANS = (
     "pool",
     "pool, snapshots",
@@ -124,20 +126,22 @@ def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype, has_ptx: bool) -> 
         model = (row, TokenSpec(has_ptx, 1, dim, dim, GATES[name], Beta.SIGMOID, True))
         if row.name == "recurrent":
             kernel, _ = _recurrent_kernel(*model, True)
-            yield f"recurrent {size} {name}{bounds}", kernel, dtype, "pool"
+            for states in ("", _FP16_STATES) if usual else ("",):
+                yield f"recurrent {size} {name}{states}{bounds}", kernel, dtype, f"pool{states}"
         elif (row.operator, row.name) == ("decode_step", "fused") and dim <= 128:
-            for variant in ("conv, norm", "bare"):
+            for variant in ("conv, norm", "bare", f"conv, norm{_FP16_STATES}"):
                 kernel, _ = step_kernel(row.params, model[1], variant == "bare")
                 yield f"decode_step {size} {name} {variant}{bounds}", kernel, dtype, variant
         elif (row.operator, row.name) == ("verify", "fused") and dim <= 128:
-            for variant in ("slots", "buffers"):
+            for variant in ("slots", "buffers", f"buffers{_FP16_STATES}"):
                 kernel = verify_kernel(row.params, model[1])
                 yield f"verify_step {size} {name} {variant}{bounds}", kernel, dtype, variant
         elif row.name == "two_stage":
             kernels = _prefill_kernels(row, dim, dtype, GATES[name], 0, has_ptx)
             yield f"intra {size} {name}{bounds}", kernels.intra, dtype, "pool"
     if row.name == "two_stage":
-        for variant in SCANS if usual and dim == 128 else ("pool",):
+        of_states = (*SCANS, f"pool, snapshots in a pool{_FP16_STATES}")
+        for variant in of_states if usual and dim == 128 else ("pool",):
             snapshots = int("snapshots" in variant)
             kernels = _prefill_kernels(row, dim, dtype, Gate.SOFTPLUS, snapshots, has_ptx)
             for rows, scan in kernels.scans.items():
@@ -161,6 +165,9 @@ def compile_case(arch: str, case: Case) -> dict[str, int]:
     token = f"*{_TRITON_TYPE[dtype]}"
     tile = "*fp32" if dtype == torch.float32 else "*fp16"
     pointers = _POINTERS | {"tile_ptr": tile}
+    if variant.endswith(_FP16_STATES):
+        variant = variant.removesuffix(_FP16_STATES)
+        pointers |= dict.fromkeys(_STATES, "*fp16")
     types: dict[str, str] = {}
     aligned = set()
     for name in kernel.arg_names:

@@ -55,22 +55,26 @@ def use_two_stages(
     l2norm: bool = True,
     segment_chunks: int = 0,
     track: Track = Track.NONE,
+    state_dtype: torch.dtype = torch.float32,
 ) -> None:
     """The path's next calls run its kernels on the CPU; the arguments are `run_prefill`'s.
 
     Args:
         scan_params: by which the scan finds its arguments, by default its variant's.
         track: for calls that ask for states inside of their sequences.
+        state_dtype: of the pool.
     """
     variant = PrefillVariant(
-        Gate[gate.upper()], Beta[beta.upper()], l2norm, torch.bfloat16, False, False, track
+        *(Gate[gate.upper()], Beta[beta.upper()], l2norm, torch.bfloat16, False),
+        state_dtype,
+        track,
     )
     polls = {"MAX_POLLS": max_polls}
     name = "scan_split" if split else "scan"
     defines = pipeline.scan_defines(variant) | polls
     if segment_chunks:
         scan_params = segmented.segment_params(track)
-        defines = segmented.segment_defines(False, False, track) | polls
+        defines = segmented.segment_defines(False, state_dtype, track) | polls
     intra = HostKernel(
         sources / "intra_chunk.cu",
         "intra_chunk",
@@ -94,7 +98,7 @@ def use_two_stages(
     if not segment_chunks:
         return
     assert scan_params is not None
-    of_passes = segmented.segment_defines(False, False) | polls
+    of_passes = segmented.segment_defines(False, state_dtype) | polls
     passes = (
         HostKernel(sources / f"{name}.cu", name, scan_params, of_passes)
         for name in ("segment_ends", "merge_segments")

@@ -58,7 +58,7 @@ def asked(
     return Checkpoints.of(places, torch.tensor(slots, dtype=torch.int64, device=device), 5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_checkpoints_are_the_states_of_shorter_prefills(
     backend: Backend, seed: int, dtype: torch.dtype, checked: list[StepPlan]
 ) -> None:

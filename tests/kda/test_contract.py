@@ -297,8 +297,8 @@ POOL: list[tuple[str, Change, str]] = [
     ),
     (
         "pool dtype",
-        swap(state_pool=half),
-        "state_pool must have dtype float32 or bfloat16, got float16",
+        swap(state_pool=fp64),
+        "state_pool must have dtype float32 or bfloat16 or float16, got float64",
     ),
     ("pool device", swap(state_pool=on_meta), "state_pool must be on {device}, got meta"),
     (

@@ -36,7 +36,7 @@ STEPS = {
     "engine": (Gate.SOFTPLUS, Beta.SIGMOID, True, FP32, *ENGINE),
     "bounded, bf16 state": (Gate.BOUNDED, Beta.SIGMOID, True, BF16, *ENGINE),
     "bare": (Gate.LOG, Beta.GIVEN, False, FP32, *BARE),
-    "other types": (Gate.SOFTPLUS, Beta.SIGMOID, True, BF16, *MIXED),
+    "other types, fp16 state": (Gate.SOFTPLUS, Beta.SIGMOID, True, FP16, *MIXED),
 }
 
 Source = tuple[Path, CudaParams, dict[str, int]]
@@ -49,8 +49,10 @@ TRACKING = {
 }
 
 
-def variant_of(gate: Gate = Gate.SOFTPLUS, *, track: Track = Track.NONE) -> PrefillVariant:
-    return PrefillVariant(gate, Beta.SIGMOID, True, BF16, False, False, track)
+def variant_of(
+    gate: Gate = Gate.SOFTPLUS, *, track: Track = Track.NONE, state: torch.dtype = FP32
+) -> PrefillVariant:
+    return PrefillVariant(gate, Beta.SIGMOID, True, BF16, False, state, track)
 
 
 def prefill_variants() -> Iterator[tuple[str, Source]]:
@@ -70,27 +72,34 @@ def prefill_variants() -> Iterator[tuple[str, Source]]:
             variant = variant_of(track=track)
             params, defines = prefill.scan_params_of(variant), prefill.scan_defines(variant)
             yield name + label, (prefill.KERNELS / f"{name}.cu", params, defines)
+        variant = variant_of(track=Track.POOL, state=FP16)
+        params, defines = prefill.scan_params_of(variant), prefill.scan_defines(variant)
+        yield f"{name}, fp16 pool", (prefill.KERNELS / f"{name}.cu", params, defines)
     for name in ("segment_ends", "merge_segments", "scan", "scan_split"):
-        label = f"{name}, segments" if name.startswith("scan") else name
-        defines = segmented.segment_defines(False, False)
-        source = prefill.KERNELS / f"{name}.cu"
-        yield label, (source, segmented.SEGMENT_PARAMS, defines)
+        for state, of_states in ((FP32, ""), (FP16, ", fp16 states")):
+            label = f"{name}, segments" if name.startswith("scan") else name
+            defines = segmented.segment_defines(False, state)
+            source = prefill.KERNELS / f"{name}.cu"
+            yield label + of_states, (source, segmented.SEGMENT_PARAMS, defines)
 
 
 def one_launch_variants() -> Iterator[tuple[str, Source]]:
     """(name, variant) of what prefill/one_launch_sm90.py can choose."""
     for rows, many in in_one.CTAS_PER_SM.items():
-        for ctas, gate, track in (
-            (1, Gate.SOFTPLUS, Track.NONE),
-            (many, Gate.SOFTPLUS, Track.NONE),
-            (many, Gate.BOUNDED, Track.NONE),
-            (many, Gate.SOFTPLUS, Track.IN_ORDER),
-            (many, Gate.SOFTPLUS, Track.POOL),
+        for ctas, gate, track, state in (
+            (1, Gate.SOFTPLUS, Track.NONE, FP32),
+            (many, Gate.SOFTPLUS, Track.NONE, FP32),
+            (many, Gate.BOUNDED, Track.NONE, FP32),
+            (many, Gate.SOFTPLUS, Track.IN_ORDER, FP32),
+            (many, Gate.SOFTPLUS, Track.POOL, FP32),
+            (many, Gate.SOFTPLUS, Track.NONE, FP16),
+            (many, Gate.SOFTPLUS, Track.POOL, FP16),
         ):
-            variant = variant_of(gate, track=track)
+            variant = variant_of(gate, track=track, state=state)
             params, defines = in_one.params_of(variant), in_one.defines(rows, ctas, variant)
             name = f"one_launch {gate.name.lower()}, {rows} rows, {ctas} CTAs per SM"
-            yield name + TRACKING[track], (in_one.KERNELS / "one_launch.cu", params, defines)
+            name += TRACKING[track] + (", fp16 states" if state == FP16 else "")
+            yield name, (in_one.KERNELS / "one_launch.cu", params, defines)
 
 
 def step_variant(split: int, warps: int, kind: str) -> Source:

@@ -106,8 +106,9 @@ def test_token_dtypes(backend: Backend, seed: int, dtype: torch.dtype) -> None:
     check(backend, seed, [1, 0], dtype=dtype)
 
 
-def test_bf16_state(backend: Backend, seed: int) -> None:
-    check(backend, seed, [1, 0], pool={"dtype": torch.bfloat16})
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_of_16_bits(backend: Backend, seed: int, dtype: torch.dtype) -> None:
+    check(backend, seed, [1, 0], pool={"dtype": dtype})
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -347,7 +348,10 @@ def wrong_arguments(case: StepCase, pools: StepPools) -> list[tuple[str, dict[st
         ("v must have a multiple of q's 2 heads", {"v": torch.zeros(2, 3, 16, dtype=bf16),
             "g": torch.zeros(2, 3, 16), "beta": torch.zeros(2, 3)}),
         ("state_pool must have shape [slots, 2, 16, 16]", {"state_pool": pools.states[:, :1]}),
-        ("state_pool must have dtype float32 or bfloat16", {"state_pool": pools.states.half()}),
+        (
+            "state_pool must have dtype float32 or bfloat16 or float16",
+            {"state_pool": pools.states.double()},
+        ),
         ("state_pool must have stride 1 in dimension 3", {"state_pool": pools.states.mT}),
         ("state_pool must have states at least 512 elements apart",
             {"state_pool": pools.states[:1].expand(2, -1, -1, -1)}),

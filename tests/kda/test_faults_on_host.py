@@ -26,7 +26,7 @@ from tools.cuda_on_host.driver import GXX, HostKernel, run_launches
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 FEW = {"MAX_POLLS": 3000}
 VARIANT = PrefillVariant(
-    Gate.SOFTPLUS, Beta.SIGMOID, True, torch.bfloat16, False, False, Track.NONE
+    Gate.SOFTPLUS, Beta.SIGMOID, True, torch.bfloat16, False, torch.float32, Track.NONE
 )
 NEXT_TILE, STARTED = 1, 4  # of the counters
 CPU = Backend("kernels", torch.device("cpu"))

@@ -93,7 +93,7 @@ def test_all_kernels_that_a_step_can_choose_are_loaded(monkeypatch: pytest.Monke
             loaded.append((self.defines["ROWS"], self.defines["MIN_BLOCKS"]))
 
     monkeypatch.setattr(in_one, "CudaKernel", Loaded)
-    variant = PrefillVariant(3, 1, True, torch.bfloat16, False, False, Track.NONE)
+    variant = PrefillVariant(3, 1, True, torch.bfloat16, False, torch.float32, Track.NONE)
     kernels = in_one.OneLaunchSm90(KNOWN_TARGETS["H200"]).kernels(variant)
     assert sorted(kernels) == sorted(loaded)
     assert sorted(kernels) == sorted((r, c) for r, many in CTAS_PER_SM.items() for c in (1, many))

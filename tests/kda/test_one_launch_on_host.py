@@ -89,7 +89,7 @@ def test_hard_gates_and_keys(
     assert_result(case, *run_case(case))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_pool_with_a_padded_and_a_cold_row(
     monkeypatch: pytest.MonkeyPatch, seed: int, dtype: torch.dtype
 ) -> None:

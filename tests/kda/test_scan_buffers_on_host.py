@@ -11,7 +11,7 @@ import torch
 
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import Track
-from tests.kda.cases import assert_close, assert_same_bits
+from tests.kda.cases import assert_close, assert_result, assert_same_bits
 from tests.kda.one_launch_on_host import CPU, case_of
 from tests.kda.prefill_on_host import ROW, run_prefill, use_two_stages
 from tools.cuda_on_host.driver import GXX
@@ -49,6 +49,35 @@ def test_bits_are_those_of_the_split_scan(monkeypatch: pytest.MonkeyPatch, seed:
         found.append(CPU.chunk(case, selection=CPU.selection(case.shape).with_path(ROW)))
     for name, whole, split_over_ctas in zip(("output", "state"), *found, strict=True):
         assert_same_bits(name, whole, split_over_ctas)
+
+
+def test_rows_of_a_table_without_a_request(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """They end a CTA's tasks; an empty sequence with a slot, and one whose state before its first
+    chunk is asked for, are served as ever."""
+    case = case_of(seed, (70, 0, 0, 65, 0, 0, 0), heads=1)
+    slots = torch.tensor([6, 2, -1, 5, -1, -1, -1], dtype=torch.int32)
+    kept = (slots >= 0).nonzero().flatten()
+    use_two_stages(monkeypatch, seed, track=Track.IN_ORDER)
+    pool = torch.randn(8, *case.state.shape[1:])
+    pool[slots[kept].long()] = case.state[kept]
+    before = pool.clone()
+    snapshots = torch.full((len(slots), 1, *case.state.shape[1:]), 7.0)
+    chunks = torch.tensor([[-1], [-1], [0], [1], [-1], [-1], [-1]], dtype=torch.int32)
+    o, _ = CPU.chunk(
+        case,
+        selection=CPU.selection(case.shape).with_path(ROW),
+        state_pool=pool,
+        state_indices=slots,
+        snapshots=snapshots,
+        snapshot_chunks=chunks,
+    )
+    after = case.state.clone()
+    after[kept] = pool[slots[kept].long()]
+    assert_result(case, o, after)
+    others = [slot for slot in range(8) if slot not in slots]
+    assert torch.equal(pool[others], before[others])
+    assert not snapshots[2].any() and not torch.equal(snapshots[3], before[:1])
+    assert (snapshots[[0, 1, 4, 5, 6]] == 7.0).all()
 
 
 def test_states_inside_of_sequences(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

@@ -58,7 +58,12 @@ def run(
             split = form in ("scan_split", "segments, split")
             chunks = 1 if form.startswith("segments") else 0
             use_two_stages(
-                patch, seed, sources=sources, split=split, track=track, segment_chunks=chunks
+                *(patch, seed),
+                sources=sources,
+                split=split,
+                track=track,
+                segment_chunks=chunks,
+                state_dtype=states.view.dtype,
             )
         row = {"one_launch": ON, "scan": ROW, "scan_split": ROW}.get(form) or segmented_row(1)
         o, _ = CPU.chunk(
@@ -73,8 +78,8 @@ def run(
     return o
 
 
-def filled(case: Case) -> Pool:
-    pool = Pool(SLOTS, case, torch.float32)
+def filled(case: Case, dtype: torch.dtype = torch.float32) -> Pool:
+    pool = Pool(SLOTS, case, dtype)
     pool.fill([slot for slot in OWN if slot >= 0], case.state[[0, 1, 3]])
     return pool
 
@@ -85,18 +90,19 @@ def assert_as_in_order(
     form: str,
     gap: int | None,
     sources: Path = pipeline.KERNELS,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Output, states and snapshots have the bits of snapshots one after another, and nothing else
-    of the pools has changed.
+    """Output, states and snapshots have the bits of snapshots one after another, rounded to the
+    pool's dtype, and nothing else of the pools has changed.
 
     Args:
         gap: elements between slots of the pool of snapshots; ``None`` for the states' own pool.
     """
     case = case_of_four(seed)
-    want, mine = filled(case), filled(case)
+    want, mine = filled(case, dtype), filled(case, dtype)
     in_order = torch.full((4, 3, *case.state.shape[1:]), torch.nan)
     want_o = run(monkeypatch, seed, form, case, want, in_order, None)
-    pool = mine if gap is None else Pool(SLOTS, case, torch.float32, gap)
+    pool = mine if gap is None else Pool(SLOTS, case, dtype, gap)
     states_before, before = mine.copy(), pool.copy()
     o = run(monkeypatch, seed, form, case, mine, pool.view, i32(PLACES), sources)
     assert_same_bits("output", o, want_o)
@@ -104,18 +110,22 @@ def assert_as_in_order(
     assert_same_bits("states", mine.states(own), want.states(own))
     for (n, s), slot in WRITTEN.items():
         assert not in_order[n, s].isnan().any()
-        assert_same_bits(f"snapshot {n}, {s}", pool.view[slot], in_order[n, s])
+        assert_same_bits(f"snapshot {n}, {s}", pool.view[slot], in_order[n, s].to(dtype))
     pool.assert_only_changed(before, [*WRITTEN.values(), *(own if gap is None else ())])
     if gap is not None:
         mine.assert_only_changed(states_before, own)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("gap", [None, 1], ids=["state pool", "slots that no vector store takes"])
+@pytest.mark.parametrize(
+    ("gap", "dtype"),
+    [(None, torch.float32), (1, torch.float16)],
+    ids=["state pool", "fp16 slots that no vector store takes"],
+)
 def test_bits_are_those_of_snapshots_one_after_another(
-    monkeypatch: pytest.MonkeyPatch, seed: int, form: str, gap: int | None
+    monkeypatch: pytest.MonkeyPatch, seed: int, form: str, gap: int | None, dtype: torch.dtype
 ) -> None:
-    assert_as_in_order(monkeypatch, seed, form, gap)
+    assert_as_in_order(monkeypatch, seed, form, gap, dtype=dtype)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -194,8 +204,8 @@ PLANTED = {
         "snapshot 1, 1 differs|race: scan_state",
     ),
     "one half of the value rows": (
-        "slot * p.snapshot_stride + (task.head * D + 64 * task.half) * D",
-        "slot * p.snapshot_stride + (task.head * D) * D",
+        "p.snapshot_stride +\n                       (task.head * D + 64 * task.half) * D",
+        "p.snapshot_stride + task.head * D * D",
         "snapshot 0, 0 differs|race: scan_state",
     ),
 }

@@ -24,7 +24,7 @@ def flags(backend: Backend, *values: bool) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.bool, device=backend.device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_slots_are_updated_in_place_and_no_other_bit_changes(
     backend: Backend, run: Run, seed: int, dtype: torch.dtype
 ) -> None:
@@ -41,10 +41,9 @@ def test_slots_are_updated_in_place_and_no_other_bit_changes(
         backend.assert_same("output", o, want_o)
     else:  # another kernel, in which other products may be fused
         assert_close("output", o, want_o, 1e-3)
-    # bf16 is rounded once on the way out (the interpreter truncates)
-    assert_close(
-        "states", pool.states((4, 1, 3)), want_state, 4e-3 if dtype != torch.float32 else 0
-    )
+    # rounded once on the way out (bf16 is truncated by the interpreter)
+    tolerance = {torch.float32: 0.0, torch.bfloat16: 4e-3, torch.float16: 7e-4}[dtype]
+    assert_close("states", pool.states((4, 1, 3)), want_state, tolerance)
     pool.assert_only_changed(before, (4, 1, 3))
     assert_same_bits("slot of the empty sequence", pool.states([1]), before.states([1]))
 
@@ -145,22 +144,26 @@ def test_snapshots_are_the_states_at_the_chosen_boundaries(
 
 
 @pytest.mark.parametrize("is_state_pool", [False, True])
-def test_snapshots_go_to_slots_of_a_pool(backend: Backend, seed: int, is_state_pool: bool) -> None:
-    """To the bit what is written one after another; -1, and what is no boundary, writes nothing."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_snapshots_go_to_slots_of_a_pool(
+    backend: Backend, seed: int, is_state_pool: bool, dtype: torch.dtype
+) -> None:
+    """To the bit what is written one after another, rounded to the pool's dtype; -1, and what is no
+    boundary, writes nothing."""
     case = backend.case(seed, (130, 0, 64), heads=2, dims="uneven", dtype=torch.float32)
     boundaries = ((0, 2, 3, 4), (0, 1, -1, 0), (1, 1, -1, -7))
     slots = ((7, 3, -1, 8), (10, 9, 6, -1), (-1, 5, 4, 2))
     chunks = torch.tensor(boundaries, dtype=torch.int32, device=backend.device)
     in_order = poisoned(3, 4, *case.state.shape[1:], dtype=torch.float32, device=backend.device)
     # the operator gets all slots but the first, which would be its slot -1
-    pools = [Pool(13, case, torch.float32) for _ in range(2)]
+    pools = [Pool(13, case, dtype) for _ in range(2)]
     own = (1, 2, 12)
     for each in pools:
         each.fill(own, case.state)
     before, state_slots = pools[0].copy(), indices(backend, 0, 1, 11)
     asked: dict[str, Any] = {"snapshot_chunks": chunks, "state_indices": state_slots}
     want_o, _ = backend.chunk(case, state_pool=pools[0].view[1:], snapshots=in_order, **asked)
-    mine = pools[1] if is_state_pool else Pool(13, case, torch.float32, gap=1)
+    mine = pools[1] if is_state_pool else Pool(13, case, dtype, gap=1)
     unwritten = mine.copy()
     o, _ = backend.chunk(
         case,
@@ -174,7 +177,7 @@ def test_snapshots_go_to_slots_of_a_pool(backend: Backend, seed: int, is_state_p
     written = ((0, 0), (0, 1), (1, 0), (2, 1))
     places = [1 + slots[n][s] for n, s in written]
     for (n, s), place in zip(written, places, strict=True):
-        assert_same_bits(f"snapshot {n}, {s}", mine.view[place], in_order[n, s])
+        assert_same_bits(f"snapshot {n}, {s}", mine.view[place], in_order[n, s].to(dtype))
     mine.assert_only_changed(unwritten, (*places, *(own if is_state_pool else ())))
     pools[0].assert_only_changed(before, own)
 

@@ -113,9 +113,12 @@ def test_a_step_waits_for_the_launch_before(
     [
         {},
         {"gate": "bounded", "has_norm": False, "dtype": torch.float16, "pool": torch.bfloat16},
-        {"heads": 1, "value_heads": 2, "has_conv": False, "l2norm": False},
+        {
+            **{"heads": 1, "value_heads": 2, "has_conv": False, "l2norm": False},
+            "pool": torch.float16,
+        },
     ],
-    ids=["whole", "bounded, no norm, bf16 state", "grouped, no convolution"],
+    ids=["whole", "bounded, no norm, bf16 state", "grouped, no convolution, fp16 state"],
 )
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_rows_of_the_table_on_the_host(

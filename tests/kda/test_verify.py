@@ -116,8 +116,9 @@ def test_grouped_values_and_other_dimensions(backend: Backend, seed: int) -> Non
     draft.assert_kept(draft.run(backend))
 
 
-def test_bf16_states(backend: Backend, seed: int) -> None:
-    draft = Draft(backend, seed, (2, 1), heads=1, pool_dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_of_16_bits(backend: Backend, seed: int, dtype: torch.dtype) -> None:
+    draft = Draft(backend, seed, (2, 1), heads=1, pool_dtype=dtype)
     draft.assert_kept(draft.run(backend))
 
 

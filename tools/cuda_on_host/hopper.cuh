@@ -94,7 +94,7 @@ INLINE float low_fp16(u32 x) { return from_fp16(u16(x)); }
 INLINE float high_fp16(u32 x) { return from_fp16(u16(x >> 16)); }
 INLINE u32 pack_fp16(float low, float high) { return to_fp16(low) | u32(to_fp16(high)) << 16; }
 INLINE u32 pack_fp16_satfinite(float low, float high) {
-    auto bounded = [](float x) { return std::fmin(std::fmax(x, -65504.0f), 65504.0f); };
+    auto bounded = [](float x) { return x < -65504.0f ? -65504.0f : x > 65504.0f ? 65504.0f : x; };
     return pack_fp16(bounded(low), bounded(high));
 }
 INLINE u32 mul_fp16x2(u32 a, u32 b) {

@@ -71,6 +71,7 @@ LAYERS = (
         state_dtype=torch.bfloat16,
         offsets_dtype=torch.int64,
     ),
+    Layer("fp16 state", {"heads": 1, "value_heads": 1}, state_dtype=torch.float16, tracks=True),
     Layer("decays given", {"gate": "log", "beta": "given", "l2norm": False}),
     Layer("negative eigenvalues", {"beta": "twice_sigmoid"}),
     Layer("fp16", {"dtype": torch.float16}),
@@ -165,7 +166,8 @@ class _Sequences:
         self.scratch = Scratch(device) if self.is_prefill and draw.chance("scratch", 0.7) else None
         self.snapshots = None
         if self.keeps_states and draw.chance("snapshots", 0.7):
-            self.snapshots = Snapshots(draw, count, state.shape[1:], device)
+            pooled = self.layer.state_dtype if self.is_pool else torch.float32
+            self.snapshots = Snapshots(draw, count, state.shape[1:], device, pooled)
         self.result: SequencesResult
 
     def batch(self) -> FuzzBatch:

@@ -15,8 +15,14 @@ class Snapshots:
     """Two of each sequence: one after another, or in slots of a pool."""
 
     def __init__(
-        self, draw: Draw, sequences: int, state_shape: torch.Size, device: torch.device
+        self,
+        draw: Draw,
+        sequences: int,
+        state_shape: torch.Size,
+        device: torch.device,
+        state_dtype: torch.dtype,
     ) -> None:
+        """``state_dtype``: of the states, which slots of a pool have too."""
         number, size = _EACH * sequences, state_shape.numel()
         marks = [
             draw.choice(f"snapshot {i // _EACH} {i % _EACH}", (-1, 0, 1, 2, 3, 9))
@@ -24,14 +30,15 @@ class Snapshots:
         ]
         self._chunks = torch.tensor(marks, dtype=torch.int32, device=device).view(-1, _EACH)
         self._slots: torch.Tensor | None = None
-        slots, stride = list(range(number)), size
+        slots, stride, dtype = list(range(number)), size, torch.float32
         if draw.chance("snapshots in a pool", 0.5):
             slots = draw.shuffled(range(number + 2))[:number]
             slots = [-1 if draw.chance(f"no slot {i}", 0.2) else x for i, x in enumerate(slots)]
             self._slots = torch.tensor(slots, dtype=torch.int32, device=device).view(-1, _EACH)
             stride += draw.choice("elements between snapshots", (0, 1, 16))
+            dtype = state_dtype
         self._where = slots
-        self._memory = torch.empty(number + 2, stride, device=device)
+        self._memory = torch.empty(number + 2, stride, dtype=dtype, device=device)
         self._states = torch.unflatten(self._memory[:, :size], 1, state_shape)
 
     def fill(self) -> None:

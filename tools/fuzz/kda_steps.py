@@ -43,7 +43,11 @@ STEP_LAYERS = (
         state_dtype=torch.bfloat16,
         layout="DS",
     ),
-    Layer("state update alone, grouped heads", {"has_conv": False, "has_norm": False, "heads": 1}),
+    Layer(
+        "state update alone, grouped heads, fp16 state",
+        {"has_conv": False, "has_norm": False, "heads": 1},
+        state_dtype=torch.float16,
+    ),
     Layer(
         "decays given, twice sigmoid",
         {"gate": "log", "beta_kind": "twice_sigmoid", "has_norm": False},

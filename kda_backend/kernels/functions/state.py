@@ -1,4 +1,4 @@
-"""Which state a sequence reads and writes."""
+"""Which state a sequence reads and writes, and how states are rounded."""
 
 import triton
 import triton.language as tl
@@ -11,6 +11,14 @@ def slot_of(state_indices_ptr, i_n):
     if state_indices_ptr is not None:
         slot = tl.load(state_indices_ptr + i_n).to(tl.int64)
     return slot
+
+
+@triton.jit
+def as_stored(b_state, element: tl.constexpr):
+    """States in a dtype of memory; fp16's largest number in place of what lies beyond it."""
+    if element == tl.float16:
+        b_state = tl.clamp(b_state, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return b_state.to(element)
 
 
 @triton.jit

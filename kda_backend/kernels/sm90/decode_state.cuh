@@ -3,13 +3,12 @@
 #pragma once
 
 #include "decode_channels.cuh"
+#include "state_type.cuh"
 
-#if STATE_BF16
-typedef u16 State;
-typedef uint2 State4;
-#else
-typedef float State;
+#if DT_STATE == 2
 typedef float4 State4;
+#else
+typedef uint2 State4;
 #endif
 
 // Up to eight rows go to registers, more by bulk copies to shared memory.
@@ -36,13 +35,13 @@ template __global__ void shared_bytes<sizeof(Shared)>();
 
 __device__ __forceinline__ float4 to_float4(float4 x) { return x; }
 __device__ __forceinline__ float4 to_float4(uint2 x) {
-    return make_float4(low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y));
+    return make_float4(low_state(x.x), high_state(x.x), low_state(x.y), high_state(x.y));
 }
 __device__ __forceinline__ void store4(float4* p, float4 x, u64 policy) {
     store_global(p, x, policy);
 }
 __device__ __forceinline__ void store4(uint2* p, float4 x, u64 policy) {
-    store_global(p, make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w)), policy);
+    store_global(p, make_uint2(pack_states(x.x, x.y), pack_states(x.z, x.w)), policy);
 }
 
 // State4 (i, j) of chunk c belongs to this lane's row, the lane / 8th of four, and to channels

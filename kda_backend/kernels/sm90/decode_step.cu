@@ -24,7 +24,7 @@
 // concerns a row alone (v, norm, output) is done by one of its lanes.
 //
 // Compile-time: SPLIT, WARPS, MIN_BLOCKS per SM, LOAD_HINT and STORE_HINT (CacheHint), GATE, BETA,
-// L2NORM, HAS_CONV, HAS_BIAS, HAS_NORM, STATE_BF16 (else fp32), DT_* (decode_channels.cuh).
+// L2NORM, HAS_CONV, HAS_BIAS, HAS_NORM, DT_STATE (state_type.cuh), DT_* (decode_channels.cuh).
 
 #include "decode_state.cuh"
 

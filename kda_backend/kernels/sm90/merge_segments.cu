@@ -14,7 +14,7 @@
 //     empty                  <-
 //                                S in place of B_i; its flag
 //
-// Compile-time: SEGMENTS is 1, TRACK 0; CU_INT64 and STATE_BF16 change nothing.
+// Compile-time: SEGMENTS is 1, TRACK 0; DT_STATE as scan.cu; CU_INT64 changes nothing.
 
 static constexpr int ROW_BYTES = 256;
 static constexpr bool STATES_HAVE_PAIRS = false;

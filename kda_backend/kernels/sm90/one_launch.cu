@@ -19,7 +19,7 @@
 // The state of a sequence of several chunks passes through ``carry`` between two of them: a lane
 // reads what it wrote, so nothing orders these but the program.
 //
-// Compile-time: GATE, BETA, L2NORM, BETA_FP32 (as intra_chunk.cu); CU_INT64, STATE_BF16, TRACK (as
+// Compile-time: GATE, BETA, L2NORM, BETA_FP32 (as intra_chunk.cu); CU_INT64, DT_STATE, TRACK (as
 // scan.cu); ROWS: 64, or 32 or 16 where no sequence is longer; MIN_BLOCKS per SM.
 
 #include "tile.cuh"
@@ -230,7 +230,7 @@ __device__ __forceinline__ void add_state_products(float (&e)[ROWS / 2], float (
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float* of = state + 8 * (part * SLICES + i) + 2 * j;
-                operand[i][j] = pack_fp16(of[0], of[1]);
+                operand[i][j] = pack_operand(of[0], of[1]);
             }
         warpgroup_fence_operand(e);
         warpgroup_fence_operand(o);

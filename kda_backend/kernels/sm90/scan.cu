@@ -24,7 +24,7 @@
 // intra_chunk.cu writes the tiles as wgmma reads them, 8 KiB blocks of 64 rows of 128 bytes with
 // the 128-byte swizzle, so plain bulk copies fetch them, each as soon as its flag says it is there.
 //
-// Compile-time: CU_INT64 (cu_seqlens, else int32), STATE_BF16 (else fp32), TRACK (1: states of
+// Compile-time: CU_INT64 (cu_seqlens, else int32), DT_STATE (state_type.cuh), TRACK (1: states of
 // chunks or snapshots are asked for, 2: snapshots go to slots of a pool); SEGMENTS (segments.cuh).
 
 static constexpr int ROW_BYTES = 256;  // of v: both halves of the value rows
@@ -38,20 +38,38 @@ struct __align__(1024) Shared : Buffers {
 // Read by the host from the compiled kernel.
 template __global__ void shared_bytes<sizeof(Shared)>();
 
+// The tasks before those of sequences that have neither tokens nor a slot; by a whole warp. In the
+// order of lengths these come last: tables of a CUDA graph have them where no request is.
+__device__ __forceinline__ int tasks_before_idle_ones(const Params& p, int lane) {
+    const int sequences = p.num_tasks / p.num_value_heads;
+    int idle_last = sequences;
+    for (int i = lane; i < sequences; i += 32) {
+        const int n = p.sequence_order[i];
+        bool idle = p.state_indices && p.state_indices[n] < 0 &&
+                    sequence_offset(p.cu_seqlens, n) == sequence_offset(p.cu_seqlens, n + 1);
+        for (int j = 0; j < p.num_snapshots; ++j)
+            idle = idle && p.snapshot_chunks[static_cast<i64>(n) * p.num_snapshots + j] < 0;
+        if (!idle) idle_last = sequences - 1 - i;
+    }
+    return (sequences - __reduce_min_sync(~0u, idle_last)) * p.num_value_heads;
+}
+
 // Warp 0 of the producers: takes tasks and fetches their tiles.
 __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane) {
     const u32 launch = p.progress->launches + 1;
     int before = 0;  // chunks of the tasks before
+    int tasks = p.num_tasks;
     for (int turn = 0;; ++turn) {
         // CTAs that are fewer than the tasks take them as they come
         int number = blockIdx.x + turn * gridDim.x;
         if (gridDim.x < p.num_tasks)
             number = __shfl_sync(~0u, lane ? 0 : atomicAdd(&p.progress->next_task, 1), 0);
-        const bool over = number >= p.num_tasks;
+        const bool over = number >= tasks;
         s.tasks.post(turn, over ? -1 : number, lane);
         if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // readers still use the launch number
         if (over) break;
         const Task task(p, number, 0);
+        if (!SEGMENTS && !task.chunks) tasks = tasks_before_idle_ones(p, lane);
         TileFlags flags(p, task, launch);
         for (int c = 0; c < task.chunks; ++c, ++before) {
             const int stage = before % STAGES;

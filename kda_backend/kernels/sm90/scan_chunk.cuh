@@ -50,7 +50,7 @@ __device__ __forceinline__ void round_to_operand(u32 (&operand)[N][4], const flo
     for (int i = 0; i < N; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            operand[i][e] = pack_fp16(x[8 * i + 2 * e], x[8 * i + 2 * e + 1]);
+            operand[i][e] = pack_operand(x[8 * i + 2 * e], x[8 * i + 2 * e + 1]);
 }
 __device__ __forceinline__ void decay(float (&state)[64], const float2 (&decays)[16]) {
 #pragma unroll

@@ -3,29 +3,31 @@
 // The kernel has defined STATES_HAVE_PAIRS: every call has states whose channels lie in pairs.
 #pragma once
 
+#include "state_type.cuh"
 #include "task.cuh"
 
+static constexpr int STATE_BYTES = sizeof(State);
+
 __device__ __forceinline__ float load_state(const void* p, i64 at) {
-    return STATE_BF16 ? low_bf16(static_cast<const u16*>(p)[at])
-                      : static_cast<const float*>(p)[at];
+    return DT_STATE == 2 ? static_cast<const float*>(p)[at]
+                         : low_state(static_cast<const u16*>(p)[at]);
 }
 // Two channels side by side.
 __device__ __forceinline__ float2 load_state_pair(const void* p, i64 at) {
-    if (!STATE_BF16) return *reinterpret_cast<const float2*>(static_cast<const float*>(p) + at);
+    if (DT_STATE == 2) return *reinterpret_cast<const float2*>(static_cast<const float*>(p) + at);
     const u32 x = *reinterpret_cast<const u32*>(static_cast<const u16*>(p) + at);
-    return make_float2(low_bf16(x), high_bf16(x));
+    return make_float2(low_state(x), high_state(x));
 }
 __device__ __forceinline__ void store_state_pair(void* p, i64 at, float x, float y) {
-    if (STATE_BF16)
-        *reinterpret_cast<u32*>(static_cast<u16*>(p) + at) = pack_bf16(x, y);
-    else
+    if (DT_STATE == 2)
         *reinterpret_cast<float2*>(static_cast<float*>(p) + at) = make_float2(x, y);
+    else
+        *reinterpret_cast<u32*>(static_cast<u16*>(p) + at) = pack_states(x, y);
 }
 __device__ __forceinline__ bool have_pairs(const States& x) {
     if (STATES_HAVE_PAIRS) return true;
-    const u32 bytes = STATE_BF16 ? 4 : 8;
     return x.stride_k == 1 && ((x.stride_n | x.stride_h | x.stride_v) & 1) == 0 &&
-           (reinterpret_cast<u64>(x.ptr) & (bytes - 1)) == 0;
+           (reinterpret_cast<u64>(x.ptr) & (2 * STATE_BYTES - 1)) == 0;
 }
 // Calls f(index, value row, channel) for each accumulator of the state.
 template <typename F>
@@ -42,11 +44,10 @@ __device__ __forceinline__ void prefetch_state_row(const Params& p, const Task& 
     const States& x = p.state_in;
     const i64 slot = p.state_indices ? p.state_indices[task.n] : task.n;
     if (!x.ptr || slot < 0 || x.stride_k != 1) return;
-    constexpr int BYTES = STATE_BF16 ? 2 : 4;
     const char* row = static_cast<const char*>(x.ptr) +
-                      (slot * x.stride_n + task.head * x.stride_h + v * x.stride_v) * BYTES;
+                      (slot * x.stride_n + task.head * x.stride_h + v * x.stride_v) * STATE_BYTES;
 #pragma unroll
-    for (int i = 0; i < D * BYTES; i += 128) prefetch_l2(row + i);
+    for (int i = 0; i < D * STATE_BYTES; i += 128) prefetch_l2(row + i);
 }
 // The state before the sequence.
 __device__ __forceinline__ void read_initial_state(const Params& p, const Task& task,
@@ -95,14 +96,17 @@ __device__ __forceinline__ void write_state(const Params& p, const Task& task, c
     } else {
         each_state(at, [&](int i, int v, int k) {
             const i64 address = to + v * x.stride_v + k * x.stride_k;
-            if (STATE_BF16)
-                static_cast<u16*>(x.ptr)[address] = static_cast<u16>(pack_bf16(state[i], 0.f));
-            else
-                static_cast<float*>(x.ptr)[address] = state[i];
+            static_cast<State*>(x.ptr)[address] = as_stored<State>(state[i]);
         });
     }
 }
 
+// Those one after another are fp32, those in slots of a pool as the states.
+#if TRACK == 2
+typedef State Snapshot;
+#else
+typedef float Snapshot;
+#endif
 // The state after ``done`` chunks of the task, where it is asked for.
 __device__ __forceinline__ void track_state(const Params& p, const Task& task, const Lane& at,
                                             const float (&state)[64], int done) {
@@ -116,13 +120,13 @@ __device__ __forceinline__ void track_state(const Params& p, const Task& task, c
         // the last segment's state stays in the sequence's own slot, and nothing orders the others
         if (p.snapshots == p.state_out.ptr && slot == p.state_indices[task.n]) continue;
 #endif
-        float* to =
-            p.snapshots + slot * p.snapshot_stride + (task.head * D + 64 * task.half) * D;
+        Snapshot* to = static_cast<Snapshot*>(p.snapshots) + slot * p.snapshot_stride +
+                       (task.head * D + 64 * task.half) * D;
 #else
-        float* to =
-            p.snapshots + ((number * p.num_value_heads + task.head) * D + 64 * task.half) * D;
+        Snapshot* to = static_cast<Snapshot*>(p.snapshots) +
+                       ((number * p.num_value_heads + task.head) * D + 64 * task.half) * D;
 #endif
-        each_state(at, [&](int j, int v, int k) { to[v * D + k] = state[j]; });
+        each_state(at, [&](int j, int v, int k) { to[v * D + k] = as_stored<Snapshot>(state[j]); });
     }
     const States& x = p.chunk_states;
     if (!x.ptr || done == task.chunks) return;

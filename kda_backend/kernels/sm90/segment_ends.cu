@@ -15,7 +15,7 @@
 // Four stages are on their way. The first segment of a sequence starts from the sequence's own
 // state, so what it has at its end is the start of the second.
 //
-// Compile-time: CU_INT64, STATE_BF16 as scan.cu; SEGMENTS is 1, TRACK 0.
+// Compile-time: CU_INT64, DT_STATE as scan.cu; SEGMENTS is 1, TRACK 0.
 
 static constexpr int ROW_BYTES = 256;  // of v: both halves of the value rows
 static constexpr bool STATES_HAVE_PAIRS = false;
@@ -156,8 +156,8 @@ __device__ __forceinline__ void store_transition(const Params& p, i64 place, con
         for (int e = 0; e < 2; ++e) {
             const int row = 16 * at.warp + at.r + 8 * e, channel = 8 * n + 2 * at.t;
             const int own = 64 * task.half + row - channel;  // 0 or 1 where the diagonal is
-            const u32 x = pack_fp16(state[4 * n + 2 * e] - (own == 0 ? diagonal.x[e] : 0.0f),
-                                    state[4 * n + 2 * e + 1] - (own == 1 ? diagonal.x[e] : 0.0f));
+            const u32 x = pack_operand(state[4 * n + 2 * e] - (own == 0 ? diagonal.x[e] : 0.0f),
+                                       state[4 * n + 2 * e + 1] - (own == 1 ? diagonal.x[e] : 0.0f));
             const int at_byte = row * 128 + ((n % 8 ^ at.r) << 4) + 4 * at.t;
             *reinterpret_cast<u32*>(blocks + (n / 8) * BLOCK_BYTES + at_byte) = x;
         }

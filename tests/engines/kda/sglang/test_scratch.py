@@ -122,9 +122,9 @@ def test_pools_that_became_larger_take_more_at_load_and_say_so(
     selection = kernels_of_an_a100(CPU, KdaShape(2, 2, 128, 128))
     runner = SimpleNamespace(max_running_requests=40)
     scratch = Scratch(CPU)
-    sglang_scratch.grow(scratch, selection, 256, 8)
+    sglang_scratch.grow(scratch, selection, 256, 8, torch.float16)
     before = scratch.nbytes
-    runner._kda_dsv4_reserved = sglang_scratch.Reserved(scratch, 256, 8)
+    runner._kda_dsv4_reserved = sglang_scratch.Reserved(scratch, 256, 8, torch.float16)
     assert sglang_scratch.reserved_scratch(runner, selection) is scratch
     assert scratch.nbytes > before
     assert any("40 requests run where 8 were expected" in line for line in log_lines)

@@ -11,11 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig
 
 from backend_core.testing.numerics import relative_error
-from kda_backend import layer as kda_layer
-from kda_backend import layer_checkpoints
-from kda_backend.contract.values import StateRef
-from kda_backend.engines import vllm_layer, vllm_profile, vllm_step
-from kda_backend.layer_checkpoints import Checkpoints
+from kda_backend.engines import vllm_layer, vllm_step
 from tests.engines.kda.vllm.harness import (
     DRAFT,
     NGRAM,
@@ -111,40 +107,6 @@ def test_checkpoints_are_the_states_in_the_middle_of_prefills(
         assert torch.equal(pool[untouched], kept[untouched])
 
 
-def staged(state: StateRef, checkpoints: Checkpoints) -> StateRef:
-    """As for states of 16 bits: the scan writes to new memory, which is then copied."""
-    assert state.write is not None
-    shape = (*checkpoints.chunks.shape, *state.write.shape[1:])
-    return state.with_snapshots(checkpoints.chunks, torch.full(shape, math.nan), None)
-
-
-def test_the_scan_writes_to_the_cache_what_a_copy_would(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every bit of the pages, of which those of no request are NaN and stay so."""
-    blocks = torch.tensor([[2, 3, 4, 0], [5, 0, 0, 0], [6, 7, 8, 0]], dtype=torch.int32)
-    lengths = (150, 40, 130)
-    x = torch.cat([hidden(n, seed=n) for n in lengths])
-    found = []
-    for write in (staged, layer_checkpoints.with_checkpoints):
-        monkeypatch.setattr(kda_layer, "with_checkpoints", write)
-        config = caching_config()
-        layer = layer_of(model, config)
-        for pool in layer.kv_cache:
-            pool.fill_(math.nan)
-        metadata = step_metadata(layer, config, lengths, (0, 0, 0), blocks)
-        assert (metadata.checkpoint.checkpoint_offsets > 0).sum() == 2
-        o = run_layer(layer, config, x, metadata)
-        for pool in layer.kv_cache:
-            assert [not page.isnan().any() for page in pool] == [
-                slot in (4, 5, 8, 3, 7) for slot in range(SLOTS)
-            ]
-        memory = torch.empty(0, dtype=torch.uint8).set_(layer.kv_cache[0].untyped_storage())
-        found.append((o, memory))
-    for staged_one, direct in zip(*found, strict=True):
-        assert torch.equal(staged_one, direct)
-
-
 class Allocated(TorchDispatchMode):
     """The shapes of what torch makes."""
 
@@ -161,25 +123,34 @@ class Allocated(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_profile_run_reserves_states_of_checkpoints_for_16_bits_alone(
-    model: Model, dtype: str
-) -> None:
-    """A state in fp32 for every request of the largest step, which the engine then counts."""
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_scan_writes_checkpoints_to_the_cache(model: Model, dtype: str) -> None:
+    """No memory for such states is taken on the way; pages of no request are NaN and stay so."""
+    blocks = torch.tensor([[2, 3, 4, 0], [5, 0, 0, 0], [6, 7, 8, 0]], dtype=torch.int32)
+    lengths = (150, 40, 130)
+    texts = [hidden(n, seed=n) for n in lengths]
     config = caching_config()
     config.cache_config.mamba_ssm_cache_dtype = dtype  # which vLLM takes on a GPU alone
-    if not model.exports:
-        pytest.skip("upstream's layer has no checkpoints")
     vllm_layer._runtime.cache_clear()
-    vllm_profile._warm.clear()
-    layer = build(model, config)
-    state_shape = tuple(layer.get_state_shape()[1])
+    layer = layer_of(model, config)
+    for pool in layer.kv_cache:
+        pool.fill_(math.nan)
+    metadata = step_metadata(layer, config, lengths, (0, 0, 0), blocks)
+    assert (metadata.checkpoint.checkpoint_offsets > 0).sum() == 2
     with Allocated() as made:
-        run_layer(layer, config, hidden(20), None)
-    reserved = {shape[0] for shape in made.shapes if shape[1:] == (1, *state_shape)}
-    requests = config.scheduler_config.max_num_seqs
-    assert (max(reserved, default=0) >= requests) == (dtype == "bfloat16")
-    assert dtype == "bfloat16" or not reserved
+        run_layer(layer, config, torch.cat(texts), metadata)
+    state_shape = tuple(layer.get_state_shape()[1])
+    assert not [shape for shape in made.shapes if shape[1:] == (1, *state_shape)]
+    for pool in layer.kv_cache:
+        assert [not page.isnan().any() for page in pool] == [
+            slot in (4, 5, 8, 3, 7) for slot in range(SLOTS)
+        ]
+    assert layer.kv_cache[1].dtype == getattr(torch, dtype)
+    for text, slot in ((texts[0], 3), (texts[2], 7)):
+        definition = definition_of(model)
+        definition.run(text[:128])
+        want, got = definition.state[0], layer.kv_cache[1][slot].float()
+        assert relative_error(got, want) < (TOLERANCE if dtype == "float32" else 1e-3)
     vllm_layer._runtime.cache_clear()
 
 

@@ -1,8 +1,7 @@
 """What a CUDA graph of a KDA layer's step holds: right for every batch that replays it.
 
-KDA's prefills run between graphs, in every mode, after an eager break. Only steps of decodes are
-captured, by their own metadata, and replayed with the requests that come, padded with rows of the
-null block.
+Here steps of decodes, which are captured by their own metadata and replayed with the requests that
+come, padded with rows of the null block; test_tables.py has steps with prefills.
 """
 
 from __future__ import annotations
@@ -135,8 +134,8 @@ def test_a_graph_of_decodes_serves_other_requests_than_it_was_captured_with(
         assert torch.equal(pool[others], before[others])
 
 
-def test_only_steps_of_decodes_are_captured() -> None:
-    """What keeps KDA's other host decisions (prefill or draft, who starts anew) out of graphs."""
+def test_graphs_without_breaks_hold_decodes_alone() -> None:
+    """What keeps KDA's other host decisions (prefill or draft, who starts anew) out of them."""
     support = GDNAttentionMetadataBuilder._cudagraph_support
     assert support is AttentionCGSupport.UNIFORM_BATCH  # no FULL graph of mixed batches
 

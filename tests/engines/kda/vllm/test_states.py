@@ -12,7 +12,6 @@ from backend_core.engines import seams
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import seam_list, vllm_layer
 from kda_backend.engines import vllm as adapter
-from kda_backend.engines.vllm import FP32_MODELS
 from tests.engines.kda.vllm.harness import (
     bind_cache,
     engine_config,
@@ -32,7 +31,7 @@ def config_of(dtype: str, *, flag: bool = True) -> Any:
     return config
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
 def test_a_layer_keeps_and_reads_states_of_the_dtype_asked_for(model: Model, dtype: str) -> None:
     config = config_of(dtype)
     vllm_layer._runtime.cache_clear()
@@ -47,19 +46,21 @@ def test_a_layer_keeps_and_reads_states_of_the_dtype_asked_for(model: Model, dty
         metadata = step_metadata(layer, config, lengths, before, table(3))
         o = run_layer(layer, config, x[begin:end], metadata)
         assert relative_error(o, definition.run(x[begin:end])) < 1e-2
-    tolerance = 1e-2 if dtype == "bfloat16" else 1e-3
+    tolerance = {"bfloat16": 1e-2, "float16": 2e-3}.get(dtype, 1e-3)
     assert relative_error(layer.kv_cache[1][3].float(), definition.state[0]) < tolerance
 
 
 def test_a_layer_that_becomes_upstreams_cannot_keep_16_bits(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, model: Model
 ) -> None:
-    """Its pages are too small for fp32: the server ends with the reason, not in an assertion."""
+    """Its pages are too small for fp32, or it refuses fp16: the server ends with the reason."""
     monkeypatch.setattr(vllm_layer, "batch_invariant", lambda: True)
-    for name in ("Kimi-Linear", "Ling-V3"):
+    with pytest.raises(ValueError, match=r"asks for states in torch\.float16, and vLLM's own"):
+        build(model, config_of("float16"))
+    assert type(build(model, config_of("float32"))) is model.upstream()
+    if model in (MODELS["Kimi-Linear"], MODELS["Ling-V3"]):  # others take bf16
         with pytest.raises(ValueError, match=r"asks for states in torch\.bfloat16, and vLLM's own"):
-            build(MODELS[name], config_of("bfloat16"))
-        assert type(build(MODELS[name], config_of("float32"))) is MODELS[name].upstream()
+            build(model, config_of("bfloat16"))
 
 
 def test_without_the_flag_nothing_of_upstreams_changes() -> None:
@@ -69,20 +70,27 @@ def test_without_the_flag_nothing_of_upstreams_changes() -> None:
         assert layer.get_state_dtype()[1] == torch.float32
 
 
-@pytest.mark.parametrize("module", FP32_MODELS)
-def test_models_size_their_pages_by_the_option_under_the_flag(
-    module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = getattr(pytest.importorskip(module), FP32_MODELS[module][0])
-    dtypes = [
-        model.get_mamba_state_dtype_from_config(config_of("bfloat16", flag=flag))[1]
-        for flag in (False, True)
+@pytest.mark.parametrize("part", seam_list.SIZING, ids=lambda part: part.name)
+def test_models_size_their_pages_by_the_option_under_the_flag(part: seams.Part) -> None:
+    module, _, name = part.seams[-1].place.partition(":")
+    model = name.partition(".")[0]
+    owner = getattr(pytest.importorskip(module), model)
+
+    def of(dtype: str, flag: bool) -> Any:
+        return owner.get_mamba_state_dtype_from_config(config_of(dtype, flag=flag))[1]
+
+    asked = ("auto", "float32", "bfloat16", "float16")
+    assert [of(dtype, flag=True) for dtype in asked] == [
+        *(torch.float32, torch.float32, torch.bfloat16, torch.float16)
     ]
-    assert dtypes == [torch.float32, torch.bfloat16]
-    assert model.get_mamba_state_dtype_from_config(config_of("auto"))[1] == torch.float32
+    if of("bfloat16", flag=False) == torch.float32:  # upstream's ignores the option
+        assert of("float16", flag=False) == torch.float32
+    else:
+        with pytest.raises(ValueError, match="got float16"):
+            of("float16", flag=False)
 
 
 def test_a_release_without_the_method_keeps_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seams, "difference", lambda part: f"another {part.name}")
     module = types.ModuleType("without the model")
-    adapter._honour_state_dtype("AliceAIForCausalLM", seam_list.ALICE, module)
+    adapter._honour_state_dtype("AliceAIForCausalLM", seam_list.SIZING[0], module)
