@@ -1,8 +1,9 @@
-"""Write docs/performance.md, and README's table of speed, from the files under benchmarks/results/.
+"""Write docs/performance.md, the pages beside it in docs/performance/, and README's table of speed,
+from the files under benchmarks/results/.
 
     python docs/performance.py
 
-A test fails where the file is not what this writes.
+A test fails where a file is not what this writes.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from docs.performance_parts import block_sparse, calls, drop_ins, dsv4, engines, kda, mla
 from docs.performance_parts.page import ROOT, best, load, mean, table
 
-PAGE = ROOT / "docs" / "performance.md"
+DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 HEADLINE = ("<!-- headline: written by docs/performance.py -->", "<!-- end of headline -->")
 
 HEAD = """# Performance
 
-This page is written by `docs/performance.py` from the files under `benchmarks/results/`; CI fails
-where it is out of date. A GPU time is the median over replays of a CUDA graph. The peers, which are
-the other implementations of the same operator, were timed in the same run. Each side was timed only
-after its results had passed a check of their accuracy. *host* is the time that one Python call
-takes on the host. The [studies](studies/README.md) have what was tried and what did not help.
+This page and those that it links are written by `docs/performance.py` from the files under
+`benchmarks/results/`; CI fails where one is out of date.
+"""
+
+MEASURED = """
+## How it was measured
+
+A GPU time is the median over replays of a CUDA graph. The peers, which are the other
+implementations of the same operator, were timed in the same run. Each side was timed only after its
+results had passed a check of their accuracy. *host* is the time that one Python call takes on the
+host. The [studies](studies/README.md) have what was tried and what did not help.
 """
 
 BOUNDS = """
@@ -40,21 +47,62 @@ BOUNDS = """
 | compressor, decode | the launch for few requests, else the bytes of the windows that are pooled |
 | a call of an engine | the host at short prompts, the experts' matrix products at long ones |
 
-The tables above compare each time with the time of copying the same number of bytes, or with that
+The pages' tables compare each time with the time of copying the same number of bytes, or with that
 of an empty launch. Profiles are in the [studies](studies/README.md).
 """
 
 
-def render() -> str:
-    """The page's text."""
-    lines = [*engines.several_ranks(), *kda.prefill(), *kda.accuracy(), *kda.growth()]
-    lines += [*kda.short(), *kda.segments(), *kda.layer(), *kda.decode(), *dsv4.compressor()]
-    lines += [*mla.mla_decode(), *mla.shared_prompts()]
-    lines += [*mla.named_rows(), *block_sparse.block_sparse(), *drop_ins.drop_ins()]
-    lines += calls.host_times()
-    lines += [*engines.default_modes(), *engines.bounded_gates(), *engines.cut_models()]
-    lines += [*engines.recall(), *engines.first_start()]
-    return HEAD + "\n".join(lines) + "\n" + BOUNDS
+def pages() -> dict[str, tuple[str, list[str]]]:
+    """The title and the lines of each page in docs/performance/."""
+    return {
+        "servers": (
+            "Servers: engines with the flag and without",
+            [
+                *engines.several_ranks(),
+                *engines.default_modes(),
+                *engines.bounded_gates(),
+                *engines.cut_models(),
+                *engines.recall(),
+                *engines.first_start(),
+            ],
+        ),
+        "kda": (
+            "Kimi Delta Attention",
+            [
+                *kda.prefill(),
+                *kda.accuracy(),
+                *kda.growth(),
+                *kda.short(),
+                *kda.segments(),
+                *kda.layer(),
+                *kda.decode(),
+            ],
+        ),
+        "dsv4": ("DeepSeek-V4's compressors", dsv4.compressor()),
+        "mla": (
+            "Multi-head latent attention",
+            [*mla.mla_decode(), *mla.shared_prompts(), *mla.named_rows()],
+        ),
+        "block-sparse": ("Block-sparse and 8-bit attention", block_sparse.block_sparse()),
+        "drop-ins": (
+            "Drop-ins, and what calls cost the host",
+            [*drop_ins.drop_ins(), *calls.host_times()],
+        ),
+    }
+
+
+def render() -> dict[Path, str]:
+    """The text of each page."""
+    found, links = {}, ["", "| page | |", "|---|---|"]
+    for name, (title, lines) in pages().items():
+        text = f"# {title}\n\nWritten by `docs/performance.py`; [performance.md](../performance.md)"
+        text += " has how it was measured.\n"
+        found[DOCS / "performance" / f"{name}.md"] = text + "\n".join(lines) + "\n"
+        links.append(f"| [{name}.md](performance/{name}.md) | {title} |")
+    found[DOCS / "performance.md"] = (
+        f"{HEAD}\n{_headline()}" + "\n".join(links) + "\n" + BOUNDS + MEASURED
+    )
+    return found
 
 
 def headline() -> str:
@@ -123,5 +171,7 @@ def _headline_of_engine(name: str) -> tuple[str, str, list[float]]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
+    for page, text in render().items():
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(text, encoding="utf-8")
     README.write_text(headline(), encoding="utf-8")

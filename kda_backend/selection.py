@@ -120,6 +120,18 @@ def deterministic_prefix() -> bool:
     return text == "1"
 
 
+def rounded_prefix(shape: KdaShape, state_dtype: torch.dtype) -> str | None:
+    """Why a server's bits depend on where a prompt was cut although its user asks that they do not;
+    ``None`` where nothing does."""
+    if not shape.deterministic_prefix or state_dtype == torch.float32:
+        return None
+    return (
+        "KDA_DSV4_DETERMINISTIC_PREFIX=1 needs fp32 states: those in"
+        f" {str(state_dtype).removeprefix('torch.')} are rounded wherever a call ends, so bits"
+        " depend on where a prompt was cut"
+    )
+
+
 @functools.lru_cache(maxsize=256)
 def select(target: Target, shape: KdaShape) -> KdaSelection:
     """Choose the paths of a model from the path table of a target. Call it at model load.

@@ -42,8 +42,9 @@ def drop_ins() -> list[str]:
         "Times of a call in µs, on the GPU and on the host, and relative L2 errors to float64 in"
         " thousandths. × is the time of the original over ours. The originals are FlashInfer 0.7.2,"
         " SageAttention 2.2.0, SpargeAttn 0.1.0 and FlashMLA as vLLM 0.33.0 builds it. FlashMLA's"
-        f" and FlashInfer's rows are of [another run](../benchmarks/results/{flash_mla}), and those"
-        f" of `sageattn` and `sageattn_varlen` of [a third](../benchmarks/results/{sage}).",
+        f" and FlashInfer's rows are of [another run](../../benchmarks/results/{flash_mla}), and"
+        " those of `sageattn` and `sageattn_varlen` of"
+        f" [a third](../../benchmarks/results/{sage}).",
         "`sageattn_varlen` takes values of 8 bits here, as `sageattn` does on Hopper, and of 16"
         " bits in the original.",
         "",

@@ -249,8 +249,8 @@ def _experts_of_sglang() -> list[str]:
         cells[-1].append(f"{ours:.1f}")
     return [
         "",
-        f"A profile of the side with the flag ([{name}](../benchmarks/results/{name})) bounds what"
-        " graphs can give there: the GPU's kernels alone take the following times in ms.",
+        f"A profile of the side with the flag ([{name}](../../benchmarks/results/{name})) bounds"
+        " what graphs can give there: the GPU's kernels alone take the following times in ms.",
         "",
         *table(["call", "all kernels", "experts", "share", "KDA's two stages"], cells),
     ]
@@ -280,7 +280,7 @@ def _memory(name: str) -> list[str]:
     blocks = [side.get("engine", {}).get("blocks") for side in sides]
     if None not in blocks:
         said += f". The engine then has {blocks[0]:,} cache blocks, and {blocks[1]:,} with the flag"
-    record = f"[{report['date']}](../benchmarks/results/{name})"
+    record = f"[{report['date']}](../../benchmarks/results/{name})"
     return [f"Memory of the GPU after load ({record}): {said}.", ""]
 
 
@@ -356,7 +356,7 @@ def recall() -> list[str]:
     for name in _RECALL:
         report = load(name)
         engine = next(key for key in ("vllm", "sglang") if key in report["environment"])
-        link = f"[{engine} {report['environment'][engine]}](../benchmarks/results/{name})"
+        link = f"[{engine} {report['environment'][engine]}](../../benchmarks/results/{name})"
         for server, run in report["servers"].items():
             right = min(round["right"] for round in run["rounds"])
             how = _SERVERS.get(server, server.replace("flag", "with the flag"))
@@ -367,7 +367,7 @@ def recall() -> list[str]:
             cells.append([link, how, f"{right} of {report['items']}", report["date"]])
     for name in ("eval_recall_transformers_upstream.json", "eval_recall_transformers.json"):
         record = load(name)
-        link = f"[transformers {record['engine_version']}](../benchmarks/results/{name})"
+        link = f"[transformers {record['engine_version']}](../../benchmarks/results/{name})"
         right = sum(question["right"]["exact"] for question in record["questions"])
         how = "upstream" if record["backend"] in ("stock", "upstream") else "with the backend"
         cells.append([link, how, f"{right} of {len(record['questions'])}", record["date"]])
@@ -375,7 +375,7 @@ def recall() -> list[str]:
         "",
         "## Answers of a small model",
         "",
-        "The checkpoint repeats answers from its context ([evaluating.md](evaluating.md)). The"
+        "The checkpoint repeats answers from its context ([evaluating.md](../evaluating.md)). The"
         " table has the number of right answers, in the worst of all rounds.",
         "",
         *table(["engine", "served", "right", "date"], cells),

@@ -75,8 +75,8 @@ def accuracy() -> list[str]:
         *section("Accuracy of KDA prefill", report, "kda_prefill_h200.json"),
         "",
         "The table has the relative L2 errors of output / final state against float64, in"
-        " thousandths, with bf16 inputs. [families/kda.md](families/kda.md#accuracy) describes the"
-        " gate regimes.",
+        " thousandths, with bf16 inputs. [families/kda.md](../families/kda.md#accuracy) describes"
+        " the gate regimes.",
         "",
         *table(["", *regimes], cells),
     ]
@@ -155,7 +155,7 @@ def segments() -> list[str]:
         f" {length:,} tokens for sequences of at least {shortest:,} tokens, if the"
         f" whole step is at most {row.max_width} times one head of the longest, and"
         " `deterministic_prefix` is off"
-        " ([families/kda.md](families/kda.md#segments-of-a-long-sequence)).",
+        " ([families/kda.md](../families/kda.md#segments-of-a-long-sequence)).",
         "",
         *table(["heads", "tokens", "two stages", *(f"{n:,}" for n in kinds)], cells),
     ]
@@ -221,7 +221,7 @@ def decode() -> list[str]:
         f" kernel takes {' and '.join(map(str, taken))} of these numbers of heads. To read and"
         f" write the fp32 state once at the copy bandwidth ({report['copy_gbs']:,.0f} GB/s) takes"
         f" {min(share):.0%} to {max(share):.0%} of our time."
-        " [studies/kda.md](studies/kda.md#decode-step) says what memory permits.",
+        " [studies/kda.md](../studies/kda.md#decode-step) says what memory permits.",
         "",
         *by_size(["sequences"], times),
         *_decode_of_16_bits(report),

@@ -1,4 +1,4 @@
-"""The tools of every part of docs/performance.md."""
+"""The tools of every page in docs/performance/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def section(title: str, report: dict[str, Any], name: str) -> list[str]:
-    source = f"[{name}](../benchmarks/results/{name})"
+    source = f"[{name}](../../benchmarks/results/{name})"
     versions = f"torch {report['torch']}, Triton {report['triton']}"
     return ["", f"## {title}", "", f"{report['gpu']}, {versions}, {report['date']}: {source}."]
 

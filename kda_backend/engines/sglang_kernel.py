@@ -14,9 +14,9 @@ sglang's KDA layers hand over
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
@@ -38,15 +38,25 @@ from kda_backend.spec import CHUNK, Beta
 from kda_backend.step_plan import StepPlan, build_step_plan
 
 
+class _Part(NamedTuple):
+    """The prefills of one call: its requests and tokens among those of the step."""
+
+    requests: slice
+    tokens: slice
+    step_plan: StepPlan
+
+
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The step plan of one forward pass, and which layer built it.
+    """The calls of one forward pass, and which layer planned them.
 
     A pass visits a layer once: where that layer comes again a new pass has begun, also with the
     very same tensors, which sglang's CUDA graphs refill.
     """
 
-    step_plan: StepPlan
+    cu_seqlens: torch.Tensor
+    num_tokens: int
+    parts: Sequence[_Part]
     first_layer: int
     capturing: bool
 
@@ -61,10 +71,17 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     supports_track_state_snapshot = True
 
     def __init__(
-        self, selection: KdaSelection, device: torch.device, scratch: Scratch | None = None
+        self,
+        selection: KdaSelection,
+        device: torch.device,
+        scratch: Scratch | None = None,
+        most_chunks: int | None = None,
     ) -> None:
+        """``most_chunks``: of 64 tokens, in one call for requests whose lengths the host knows; a
+        request that has more is a call by itself."""
         self.selection = selection
         self._scratch = Scratch(device) if scratch is None else scratch
+        self._most_chunks = most_chunks
         self._pass: _Pass | None = None
 
     def extend(
@@ -168,7 +185,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         tokens = q.shape[1]
         capturing = is_capturing(q.device)
         lengths = None if capturing else extend_seq_lens_cpu
-        step_plan = self._step_plan(
+        parts = self._parts(
             query_start_loc,
             tokens,
             lengths,
@@ -176,26 +193,35 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             capturing,
             is_bucket=chunk_indices is not None,
         )
-        state = StateRef.pool(ssm_states, cache_indices)
-        if is_spec_decode:
-            rows = ssm_states[cache_indices.clamp(min=0).long()].float()
-            rows.masked_fill_((cache_indices < 0).view(-1, 1, 1, 1), 0.0)  # slot 0 may hold a NaN
-            state = StateRef.functional(rows, v_first=True)
-        if track_state is not None and track_chunk_idx is not None:
-            state = state.with_snapshots(track_chunk_idx.unsqueeze(1), track_state.unsqueeze(1))
-        out = None
-        if step_plan.cu_seqlens_cpu is None and chunk_indices is None:
-            out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-        o = kda_prefill(
-            TokenInputs.of(q, k, v, g, beta, beta_kind=Beta.SIGMOID if beta_is_raw else Beta.GIVEN),
-            LOG_DECAY if A_log is None else GateSpec.of(A_log, dt_bias, lower_bound),
-            state,
-            step_plan,
-            out=out,
-            scratch=self._scratch,
-            selection=selection,
-        ).out
-        return (o, None) if return_intermediate_states else o
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        if parts[0].step_plan.cu_seqlens_cpu is None and chunk_indices is None:
+            out.zero_()
+        gate = LOG_DECAY if A_log is None else GateSpec.of(A_log, dt_bias, lower_bound)
+        beta_kind = Beta.SIGMOID if beta_is_raw else Beta.GIVEN
+        for part in parts:
+            slots, asked = cache_indices, track_chunk_idx
+            if len(parts) > 1:  # copies, which are aligned
+                slots = cache_indices[part.requests].clone()
+                asked = None if asked is None else asked[part.requests].clone()
+            state = StateRef.pool(ssm_states, slots)
+            if is_spec_decode:
+                rows = ssm_states[slots.clamp(min=0).long()].float()
+                rows.masked_fill_((slots < 0).view(-1, 1, 1, 1), 0.0)  # slot 0 may hold a NaN
+                state = StateRef.functional(rows, v_first=True)
+            if track_state is not None and asked is not None:
+                kept = track_state[part.requests].unsqueeze(1)
+                state = state.with_snapshots(asked.unsqueeze(1), kept)
+            of_part = (x[:, part.tokens] for x in (q, k, v, g, beta))
+            kda_prefill(
+                TokenInputs.of(*of_part, beta_kind=beta_kind),
+                gate,
+                state,
+                part.step_plan,
+                out=out[:, part.tokens],
+                scratch=self._scratch,
+                selection=selection,
+            )
+        return (out, None) if return_intermediate_states else out
 
     def step(
         self,
@@ -249,7 +275,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             pdl_prefetch_safe=True,  # projections or the convolution come before
         )
 
-    def _step_plan(
+    def _parts(
         self,
         cu_seqlens: torch.Tensor,
         tokens: int,
@@ -258,8 +284,8 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         capturing: bool,
         *,
         is_bucket: bool,
-    ) -> StepPlan:
-        """The plan of this pass, built by its first layer.
+    ) -> Sequence[_Part]:
+        """The calls of this pass, planned by its first layer.
 
         Args:
             layer: its pool's address.
@@ -268,26 +294,46 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         last = self._pass
         if (
             last is not None
-            and last.step_plan.cu_seqlens is cu_seqlens
-            and last.step_plan.num_tokens == tokens
+            and last.cu_seqlens is cu_seqlens
+            and last.num_tokens == tokens
             and last.first_layer != layer
             and last.capturing == capturing
         ):
-            return last.step_plan
-        host = None
+            return last.parts
+        tables = self.selection.target.vendor != "cpu"
         # without lengths that cover every token, launches take a bound on the number of chunks
-        if lengths is not None and len(lengths) + 1 == len(cu_seqlens) and sum(lengths) == tokens:
+        if lengths is None or len(lengths) + 1 != len(cu_seqlens) or sum(lengths) != tokens:
+            step_plan = build_step_plan(cu_seqlens, tokens, cu_seqlens_cpu=None, chunk_table=tables)
+            if is_bucket:
+                step_plan = replace(step_plan, max_chunks=-(-tokens // CHUNK), long_sequences=1)
+            parts = [_Part(slice(None), slice(None), step_plan)]
+        else:
+            parts = []
             host = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        step_plan = build_step_plan(
-            cu_seqlens,
-            tokens,
-            cu_seqlens_cpu=host,
-            chunk_table=self.selection.target.vendor != "cpu",
-        )
-        if is_bucket:
-            step_plan = replace(step_plan, max_chunks=-(-tokens // CHUNK), long_sequences=1)
-        self._pass = _Pass(step_plan, layer, capturing)
-        return step_plan
+            for own in divided(lengths, self._most_chunks):
+                bounds, bounds_cpu = cu_seqlens, host
+                begin, end = int(host[own.start]), int(host[own.stop])
+                if end - begin < tokens:
+                    both = slice(own.start, own.stop + 1)
+                    bounds, bounds_cpu = (x[both] - begin for x in (cu_seqlens, host))
+                step_plan = build_step_plan(
+                    bounds, end - begin, cu_seqlens_cpu=bounds_cpu, chunk_table=tables
+                )
+                parts.append(_Part(own, slice(begin, end), step_plan))
+        self._pass = _Pass(cu_seqlens, tokens, parts, layer, capturing)
+        return parts
+
+
+def divided(lengths: Sequence[int], most_chunks: int | None) -> Iterator[slice]:
+    """Requests of these lengths in calls of at most so many chunks, or of one request."""
+    first = chunks = 0
+    for n, length in enumerate(lengths):
+        own = -(-length // CHUNK)
+        if most_chunks is not None and own and chunks and chunks + own > most_chunks:
+            yield slice(first, n)
+            first, chunks = n, 0
+        chunks += own
+    yield slice(first, len(lengths))
 
 
 def split_rows(

@@ -21,13 +21,19 @@ from kda_backend.engines.sglang_kernel import (
     norm_handed_over,
     split_rows,
 )
-from kda_backend.engines.sglang_scratch import reserve_scratch, reserved_scratch, state_dtype_of
+from kda_backend.engines.sglang_scratch import (
+    gain_of_16_bits,
+    reserve_scratch,
+    reserved_scratch,
+    state_dtype_of,
+)
 from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
 from kda_backend.selection import (
     KdaSelection,
     KdaShape,
     deterministic_prefix,
+    rounded_prefix,
     selection_for,
     warm_up,
 )
@@ -81,7 +87,8 @@ def install(backend: Any, runner: Any) -> Sequence[str]:
     selection = _selection(layers, states, device, runner.dtype)
     if selection is None:
         return ()
-    kernel = KdaKernel(selection, device, reserved_scratch(runner, selection))
+    gain = gain_of_16_bits(runner)
+    kernel = KdaKernel(selection, device, *reserved_scratch(runner, selection))
     ours = exchange_kernels(backend.kernel_dispatcher, kernel)
     cache = pools.mamba2_layer_cache(layers[0].layer_id)
     fits = _has_one_launch(layers[0], cache)
@@ -93,6 +100,8 @@ def install(backend: Any, runner: Any) -> Sequence[str]:
         ours.append("drafts")
     compile_kernels(kernel, layers[0], cache, ours, one_launch)
     say(*describe(selection, len(layers), cache.temporal.dtype, ours, one_launch))
+    notes = gain, rounded_prefix(selection.shape, cache.temporal.dtype)
+    say(*(note for note in notes if note is not None))
     return ours
 
 

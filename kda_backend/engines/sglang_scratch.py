@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,22 +29,40 @@ from kda_backend.engines.sglang_prefill_graphs import most_sequences
 from kda_backend.operators import kda_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
+from kda_backend.spec import CHUNK
 from kda_backend.step_plan import build_step_plan
 
 _RESERVED = "_kda_dsv4_reserved"  # on a ModelRunner, from one function here to the other
 # What sglang allows where --max-running-requests does not say, and the least number of state slots
 # that it counts for a request where prefixes are cached (``resolve_max_num_reqs``).
 _MOST_REQUESTS, _SLOTS_OF_A_REQUEST = 4096, 3
+_SEQUENCES = 17
+"""Requests that share the tokens of one call's largest chunks: 16 of one token beside a long one. A
+step with more chunks is several calls (`sglang_kernel.divided`)."""
+_LEAST_LIMIT = 2048  # of requests, with slots and memory for all of them
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Scratch memory that was taken for prefills of so many tokens and requests."""
+    """Scratch memory that was taken for prefills of so many tokens and requests.
+
+    Attributes:
+        state_dtype: of the pools to come.
+        asked_slots: the user says how many slots they will have.
+        divides: steps of more chunks are several calls.
+    """
 
     scratch: Scratch
     tokens: int
     requests: int
     state_dtype: torch.dtype
+    asked_slots: bool = False
+    divides: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Those that it was taken for."""
+        return -(-(self.tokens - self.requests + 1) // CHUNK) + self.requests - 1
 
 
 def state_dtype_of(runner: Any) -> torch.dtype:
@@ -57,15 +76,19 @@ def reserve_scratch(runner: Any, selection: KdaSelection, num_layers: int) -> No
 
     Weights are loaded, pools are not sized yet. ``num_layers``: KDA layers on this rank.
     """
-    state_dtype = state_dtype_of(runner)
+    state_dtype, asked = state_dtype_of(runner), get_schedule().max_mamba_cache_size
     tokens, requests = largest_prefill(runner, num_layers)
+    # with attention in data parallel the host does not know the lengths of padded steps
+    if divides := get_parallel().attn_dp_size == 1:
+        requests = min(requests, _SEQUENCES)
     if check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
         # a captured step has as many sequences, however few requests the server runs
         captured = most_sequences(selection.shape.num_value_heads)
         requests = max(requests, min(captured, tokens))
     scratch = Scratch(torch.device(runner.device))
     grow(scratch, selection, tokens, requests, state_dtype)
-    setattr(runner, _RESERVED, Reserved(scratch, tokens, requests, state_dtype))
+    reserved = Reserved(scratch, tokens, requests, state_dtype, asked is not None, divides)
+    setattr(runner, _RESERVED, reserved)
     say(
         f"scratch memory of {tokens} tokens of {requests} requests is"
         f" {scratch.nbytes / 2**20:.0f} MiB, taken before the pools are sized"
@@ -74,14 +97,17 @@ def reserve_scratch(runner: Any, selection: KdaSelection, num_layers: int) -> No
         say(f"prompts are not cut, and one of more than {tokens} tokens takes more")
 
 
-def reserved_scratch(runner: Any, selection: KdaSelection) -> Scratch | None:
-    """What `reserve_scratch` took; more, and a line in the log, if more requests can run.
+def reserved_scratch(runner: Any, selection: KdaSelection) -> tuple[Scratch | None, int | None]:
+    """What `reserve_scratch` took, and the most chunks of a call; more, and a line in the log, if
+    more requests can run and are one call.
 
-    Pools are allocated. ``None`` where nothing was taken.
+    Pools are allocated. ``None`` where nothing was taken, and where calls are not divided.
     """
     reserved: Reserved | None = runner.__dict__.pop(_RESERVED, None)
     if reserved is None:
-        return None
+        return None, None
+    if reserved.divides:
+        return reserved.scratch, reserved.chunks
     requests = min(runner.max_running_requests, reserved.tokens)
     if requests > reserved.requests:
         grow(reserved.scratch, selection, reserved.tokens, requests, reserved.state_dtype)
@@ -89,7 +115,32 @@ def reserved_scratch(runner: Any, selection: KdaSelection) -> Scratch | None:
             f"{requests} requests run where {reserved.requests} were expected: scratch"
             f" memory is {reserved.scratch.nbytes / 2**20:.0f} MiB, beside the pools"
         )
-    return reserved.scratch
+    return reserved.scratch, None
+
+
+def gain_of_16_bits(runner: Any) -> str | None:
+    """What states in fp16 would change, where fp32 states bound how many requests run.
+
+    Pools are allocated, and `reserved_scratch` has not been called. sglang gives the states a share
+    of the memory, so slots grow as they shrink.
+    """
+    reserved: Reserved | None = runner.__dict__.get(_RESERVED)
+    if reserved is None or reserved.asked_slots or reserved.state_dtype != torch.float32:
+        return None
+    schedule, runs = get_schedule(), runner.max_running_requests
+    most = _LEAST_LIMIT
+    if schedule.max_running_requests is not None:
+        most = schedule.max_running_requests // get_parallel().attn_dp_size
+    if runs >= most:
+        return None
+    params = mambaish_config(runner.model_config).mamba2_cache_params
+    state = math.prod(params.shape.temporal) * len(params.layers)
+    slot = params.mamba_cache_per_req
+    would = min(most, int(runs * slot / (slot - 2 * state)))
+    return (
+        f"fp32 states bound this server to {runs} requests at a time: --mamba-ssm-dtype float16"
+        f" would let about {would} run"
+    )
 
 
 def largest_prefill(runner: Any, num_layers: int) -> tuple[int, int]:

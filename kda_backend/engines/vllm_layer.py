@@ -27,7 +27,7 @@ from kda_backend.layer import LayerWeights, Projections
 from kda_backend.prefill.arguments_sm90 import Track, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
 from kda_backend.scratch import Scratch
-from kda_backend.selection import KdaShape, deterministic_prefix, select
+from kda_backend.selection import KdaShape, deterministic_prefix, rounded_prefix, select
 
 _PLANS = "_kda_dsv4_plans"  # on vLLM's ForwardContext, of which each pass has its own
 
@@ -133,6 +133,8 @@ def _runtime(
     facts = f"{shape.num_value_heads} heads of {shape.value_dim} per rank, {gate} gate, {states}"
     rows, operators = selection.explain(), selection.operators
     say(*chosen("KDA layers", selection.target, facts, rows, operators))
+    if (note := rounded_prefix(shape, state_dtype)) is not None:
+        say(note)
     # while weights load; the profile run waits for what is not ready
     tracks = (Track.NONE, Track.POOL) if checkpoints else (Track.NONE,)
     begin_to_compile(

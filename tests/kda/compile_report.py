@@ -124,24 +124,26 @@ def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype, has_ptx: bool) -> 
     usual = dim <= 128 and dtype == torch.bfloat16
     for name in GATES if usual else ("softplus",):
         model = (row, TokenSpec(has_ptx, 1, dim, dim, GATES[name], Beta.SIGMOID, True))
+        narrow = usual and dim == 128 and name == "softplus"
+        of_states = ("", _FP16_STATES) if narrow else ("",)
         if row.name == "recurrent":
             kernel, _ = _recurrent_kernel(*model, True)
-            for states in ("", _FP16_STATES) if usual else ("",):
+            for states in of_states:
                 yield f"recurrent {size} {name}{states}{bounds}", kernel, dtype, f"pool{states}"
         elif (row.operator, row.name) == ("decode_step", "fused") and dim <= 128:
-            for variant in ("conv, norm", "bare", f"conv, norm{_FP16_STATES}"):
+            for variant in ("bare", *(f"conv, norm{states}" for states in of_states)):
                 kernel, _ = step_kernel(row.params, model[1], variant == "bare")
                 yield f"decode_step {size} {name} {variant}{bounds}", kernel, dtype, variant
         elif (row.operator, row.name) == ("verify", "fused") and dim <= 128:
-            for variant in ("slots", "buffers", f"buffers{_FP16_STATES}"):
+            for variant in ("slots", *(f"buffers{states}" for states in of_states)):
                 kernel = verify_kernel(row.params, model[1])
                 yield f"verify_step {size} {name} {variant}{bounds}", kernel, dtype, variant
         elif row.name == "two_stage":
             kernels = _prefill_kernels(row, dim, dtype, GATES[name], 0, has_ptx)
             yield f"intra {size} {name}{bounds}", kernels.intra, dtype, "pool"
     if row.name == "two_stage":
-        of_states = (*SCANS, f"pool, snapshots in a pool{_FP16_STATES}")
-        for variant in of_states if usual and dim == 128 else ("pool",):
+        scans = (*SCANS, f"pool, snapshots in a pool{_FP16_STATES}")
+        for variant in scans if usual and dim == 128 else ("pool",):
             snapshots = int("snapshots" in variant)
             kernels = _prefill_kernels(row, dim, dtype, Gate.SOFTPLUS, snapshots, has_ptx)
             for rows, scan in kernels.scans.items():

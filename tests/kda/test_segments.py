@@ -15,7 +15,7 @@ from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import SNAPSHOT_POOL_FIELDS
 from kda_backend.prefill.sm_schedule import CostModel
-from kda_backend.selection import KdaShape, deterministic_prefix, select
+from kda_backend.selection import KdaShape, deterministic_prefix, rounded_prefix, select
 from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.regimes import REGIMES
 from tests.kda.cases import ON_GPU, Backend, assert_result, assert_same_bits
@@ -85,6 +85,14 @@ def test_the_user_may_ask_for_prefixes_that_keep_their_bits(
     monkeypatch.setenv(name, "yes")
     with pytest.raises(ValueError, match=f"{name} must be 0 or 1, got 'yes'"):
         deterministic_prefix()
+
+
+def test_states_of_16_bits_keep_no_promise_about_cuts() -> None:
+    shape = KdaShape(4, 4, 128, 128, deterministic_prefix=True)
+    note = rounded_prefix(shape, torch.float16)
+    assert note is not None and "needs fp32 states: those in float16 are rounded" in note
+    assert rounded_prefix(shape, torch.float32) is None
+    assert rounded_prefix(replace(shape, deterministic_prefix=False), torch.float16) is None
 
 
 def test_the_scans_parameters_and_those_of_segments_are_one_struct() -> None:

@@ -143,8 +143,37 @@ def test_the_step_plan_is_built_once_per_pass(served: Any, monkeypatch: pytest.M
     kernel = served.dispatcher.extend_kernel
     for layer in (0, 1):
         pool = served.states(layer)[1].data_ptr()
-        kernel._step_plan(built[0][0], 5, [3, 2], pool, False, is_bucket=False)
+        kernel._parts(built[0][0], 5, [3, 2], pool, False, is_bucket=False)
     assert len(built) == 2
+
+
+def test_a_step_of_many_chunks_is_several_calls(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, states and what the prefix cache is to keep are those of one call."""
+    new, prefix, slots = [1, 66, 3], [9, 0, 0], [3, 1, 7]
+    kernel, x = served.dispatcher.extend_kernel, tokens(sum(new), seed=15)
+    found = []
+    for chunks, calls in ((None, 1), (2, 3)):
+        served.fill_pools(seed=14)
+        fresh_slots(served, slots, prefix)
+        monkeypatch.setattr(kernel, "_most_chunks", chunks)
+        batch = served.batch(ForwardMode.EXTEND, new, prefix, slots, tracked=[(1, 8)])
+        outputs = served.forward(x, batch)
+        pools = [pool.clone() for layer in (0, 1) for pool in served.states(layer)]
+        found.append(outputs + pools)
+        assert len(kernel._pass.parts) == calls
+    for one, several in zip(*found, strict=True):
+        assert relative_error(several, one.double()) < 1e-3
+
+
+def test_calls_have_at_most_so_many_chunks_or_one_request() -> None:
+    lengths = [1, 70, 130, 0, 3, 5, 64]
+    for most, ends in {1: [1, 2, 4, 5, 6, 7], 2: [1, 2, 4, 6, 7], 3: [2, 4, 7], 99: [7]}.items():
+        calls = list(sglang_kernel.divided(lengths, most))
+        assert [call.stop for call in calls] == ends
+        assert [call.start for call in calls] == [0, *ends[:-1]]
+    assert list(sglang_kernel.divided([300] * 3, None)) == [slice(0, 3)]
 
 
 def test_a_draft_leaves_the_states_as_they_are(served: Any) -> None:

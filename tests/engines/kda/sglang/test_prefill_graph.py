@@ -249,13 +249,13 @@ def test_a_plan_from_before_the_capture_is_caught(
 ) -> None:
     """Planted: the warm-up's chunk table, which no replay computes anew."""
     monkeypatch.setattr(sglang_kernel, "build_step_plan", plan_of_a_gpu)
-    build = KdaKernel._step_plan
-    kept: list[StepPlan] = []
+    build = KdaKernel._parts
+    kept: list[Any] = []
 
-    def first(self: Any, *args: Any, **named: Any) -> StepPlan:
+    def first(self: Any, *args: Any, **named: Any) -> Any:
         kept.append(build(self, *args, **named))
         return kept[0]
 
-    monkeypatch.setattr(KdaKernel, "_step_plan", first)
+    monkeypatch.setattr(KdaKernel, "_parts", first)
     with pytest.raises(AssertionError, match="relative_error"):
         check_replays(served, monkeypatch, [OTHER], layers=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -115,6 +116,41 @@ def upstreams_requests(arguments: Any, model_config: Any, gib: float) -> int:
     return int(configurator.resolve_max_num_reqs(10**9))
 
 
+@pytest.mark.parametrize("options", [(), ("--max-running-requests", "300")])
+def test_a_server_that_fp32_states_bound_is_told(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By sglang's own arithmetic for both formats; not where slots or requests are the user's."""
+    arguments = server_args(*options)
+    publish(arguments, role="test")
+    one_rank()
+    gib = 0.3
+    runs = {}
+    for dtype in ("float32", "float16"):
+        monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", dtype)
+        publish(arguments, role="test")
+        model_config = ModelConfig.from_server_args(arguments)
+        runs[dtype] = upstreams_requests(arguments, model_config, gib)
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")
+    reserved = sglang_scratch.Reserved(Scratch(CPU), 8192, 100, torch.float32)
+    runner = SimpleNamespace(
+        model_config=ModelConfig.from_server_args(arguments),
+        max_running_requests=runs["float32"],
+        _kda_dsv4_reserved=reserved,
+    )
+    line = sglang_scratch.gain_of_16_bits(runner)
+    assert line is not None and f"to {runs['float32']} requests" in line
+    would = int(line.split("about ")[1].split()[0])
+    assert abs(would - runs["float16"]) <= 0.02 * would + 1
+    runner.max_running_requests = 300 if options else 2048
+    assert sglang_scratch.gain_of_16_bits(runner) is None
+    runner.max_running_requests = 40
+    runner._kda_dsv4_reserved = dataclasses.replace(reserved, asked_slots=True)
+    assert sglang_scratch.gain_of_16_bits(runner) is None
+    runner._kda_dsv4_reserved = dataclasses.replace(reserved, state_dtype=torch.float16)
+    assert sglang_scratch.gain_of_16_bits(runner) is None
+
+
 def test_pools_that_became_larger_take_more_at_load_and_say_so(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +161,7 @@ def test_pools_that_became_larger_take_more_at_load_and_say_so(
     sglang_scratch.grow(scratch, selection, 256, 8, torch.float16)
     before = scratch.nbytes
     runner._kda_dsv4_reserved = sglang_scratch.Reserved(scratch, 256, 8, torch.float16)
-    assert sglang_scratch.reserved_scratch(runner, selection) is scratch
+    assert sglang_scratch.reserved_scratch(runner, selection) == (scratch, None)
     assert scratch.nbytes > before
     assert any("40 requests run where 8 were expected" in line for line in log_lines)
 
