@@ -18,14 +18,14 @@ from backend_cli.errors import BadInputError
 from backend_cli.families import table_of
 from backend_cli.terminal import plain_console
 from backend_core import __version__
-from backend_core.engines import ENGINES
+from backend_core.engines import ENGINES, seams
 from backend_core.family import Family, families
 from backend_core.strict import strict_mode
 from backend_core.tables.schema import LIMITS, Operator
 from backend_core.tables.select import PathRow, PathTable, explain, feature_sets
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def info(
@@ -62,10 +62,11 @@ def info(
 def build_report(targets: list[Target], requires: frozenset[str]) -> dict[str, Any]:
     """The document of ``info --json``. Within one ``schema`` number keys are added, never changed.
 
-    - ``schema``: 2 (1 had ``phases`` in place of ``operators``);
+    - ``schema``: 3 (2 had ranges of engines' versions, 1 ``phases`` in place of ``operators``);
     - ``python``, ``packages``: version strings, ``null`` for a package that is not installed;
-    - ``engines``: ``name``, ``installed`` (version or ``null``), ``supported`` (whether that
-      version is; ``null`` if none is installed) and ``supported_versions``, the range in words;
+    - ``engines``: ``name``, ``installed`` (version or ``null``), ``tested`` (whether the contract
+      tests run with that version; ``null`` if none is installed), ``tested_versions``, and
+      ``holds``, by part whether what is relied on is as expected (``kda-dsv4 seams``);
     - ``machine``: the target found here, with ``vendor``, ``arch``, ``num_sms`` and ``name``;
     - ``strict``: whether ``KDA_DSV4_STRICT`` is on;
     - ``targets``: for each target asked for, its fields and ``families``: each with ``family``,
@@ -92,8 +93,9 @@ def build_report(targets: list[Target], requires: frozenset[str]) -> dict[str, A
             {
                 "name": engine.name,
                 "installed": (version := engine.installed()),
-                "supported": None if version is None else engine.supports(version),
-                "supported_versions": engine.supported,
+                "tested": None if version is None else engine.is_tested(version),
+                "tested_versions": engine.tested,
+                "holds": {} if version is None else seams.parts_held(engine.name),
             }
             for engine in ENGINES.values()
         ],
@@ -188,13 +190,7 @@ def _print_report(report: dict[str, Any], *, verbose: bool, refused: bool) -> No
     found = [f"{name} {version or 'not installed'}" for name, version in versions.items()]
     console.print(f"versions  {', '.join(found)}", soft_wrap=True)
     for engine in report["engines"]:
-        verdict = {None: "not installed", True: "supported", False: "not supported"}
-        installed = f"{engine['installed']}, " if engine["installed"] else ""
-        console.print(
-            f"engine    {engine['name']}: {installed}{verdict[engine['supported']]} "
-            f"(supported: {engine['supported_versions']})",
-            soft_wrap=True,
-        )
+        console.print(f"engine    {seams.in_words(engine['name'])}", soft_wrap=True)
     console.print(f"strict    {'on' if report['strict'] else 'off'} (KDA_DSV4_STRICT)")
     for target in report["targets"]:
         for family in target["families"]:

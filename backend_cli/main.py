@@ -17,6 +17,7 @@ from backend_cli.eval.compare import compare
 from backend_cli.eval.gsm8k import gsm8k
 from backend_cli.eval.recall import recall
 from backend_cli.info import info
+from backend_cli.seams import seams
 from backend_cli.serve import serve
 from backend_cli.tune.command import tune
 from backend_core import __version__
@@ -30,6 +31,7 @@ app = typer.Typer(
     "DeepSeek-V4's KV compressor, MLA and block-sparse attention.",
 )
 app.command()(info)
+app.command()(seams)
 app.command()(check)
 app.command()(tune)
 for passes_on in (serve, bench):

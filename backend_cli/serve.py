@@ -16,7 +16,8 @@ from backend_cli.errors import BadInputError, CliError
 from backend_cli.files import read_json
 from backend_cli.terminal import shown_command
 from backend_core.bounded import CONFIG_BYTES
-from backend_core.engines import ENGINES, flag_name
+from backend_core.engines import ENGINES, flag_name, seams
+from backend_core.engines.seam_list import SGLANG_FLAG, VLLM_FLAG
 from backend_core.family import Family, families
 from backend_core.target import Target, detect_target
 
@@ -51,7 +52,7 @@ def prepare(engine: str, model: str, arguments: list[str]) -> tuple[list[str], l
 
     Raises:
         BadInputError: the engine, the model or an argument is not one that this backend serves.
-        CliError: the engine is not installed in a supported release, or the platform has no path.
+        CliError: the engine is not installed, does not know the flag, or the platform has no path.
     """
     if engine not in SERVERS:
         raise BadInputError(f"--engine must be {' or '.join(SERVERS)}, got {engine!r}")
@@ -65,8 +66,12 @@ def prepare(engine: str, model: str, arguments: list[str]) -> tuple[list[str], l
     if target.vendor == "cpu":
         raise CliError(f"{engine} needs a GPU for this model, and there is none here")
     serving, paths = _describe(candidates, target, config, ranks)
-    lines = [f"{engine} {version} on {target.name} ({target.arch}), {ranks} GPUs", *paths]
-    flag = flag_name(engine, serving.name, version)
+    lines = [
+        f"{engine} {version} on {target.name} ({target.arch}), {ranks} GPUs",
+        seams.in_words(engine),
+        *paths,
+    ]
+    flag = flag_name(engine, serving.name)
     program = _program(engine)
     name = [model] if engine == "vllm" else ["--model-path", model]
     return [program, "serve", *name, "--attention-backend", flag, *arguments], lines
@@ -144,14 +149,12 @@ def _describe(
 
 
 def _version(engine: str) -> str:
-    supported = ENGINES[engine]
-    version = supported.installed()
+    version = ENGINES[engine].installed()
     if version is None:
-        raise CliError(f"{engine} is not installed here (supported: {supported.supported})")
-    if not supported.supports(version):
-        raise CliError(
-            f"{engine} must be {supported.supported}, got {version}: serve it without this backend"
-        )
+        raise CliError(f"{engine} is not installed here")
+    flag = VLLM_FLAG if engine == "vllm" else SGLANG_FLAG
+    if (reason := seams.difference(flag)) is not None:
+        raise CliError(f"{reason}: serve it without this backend")
     return version
 
 

@@ -126,7 +126,7 @@ def main() -> int:
     add_arguments(
         parser, VARIANTS, [name for name in VARIANTS if name not in ("tp2", "tp4")], port=8123
     )
-    parser.add_argument("--flag", default="KDA", help="of --attention-backend (CUSTOM before 0.32)")
+    parser.add_argument("--flag", default="KDA", help="of --attention-backend")
     parser.add_argument("--checkpoint", type=Path, default=RECALL / "checkpoint")
     parser.add_argument("--kv-cache-gib", type=float, default=6.0, help="of each server")
     args = parser.parse_args()

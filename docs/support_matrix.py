@@ -203,7 +203,7 @@ def _engines() -> list[str]:
         "",
         "## Engines",
         "",
-        f"| engine | releases | {' | '.join(columns)} | their result files |",
+        f"| engine | tested releases | {' | '.join(columns)} | their result files |",
         "|---" * (len(columns) + 3) + "|",
     ]
     for engine in ENGINES.values():
@@ -212,7 +212,9 @@ def _engines() -> list[str]:
         shown = ", ".join(files)
         if not files:
             shown = "none: not run on a GPU" if engine.name in SERVERS else "run in CI, on a CPU"
-        lines.append(f"| {engine.name} | {engine.supported} | {' | '.join(adapters)} | {shown} |")
+        lines.append(
+            f"| {engine.name} | {', '.join(engine.tested)} | {' | '.join(adapters)} | {shown} |"
+        )
     return lines
 
 
@@ -225,11 +227,11 @@ def has_adapter(package: str, engine: str) -> bool:
 
 
 def _files_of(engine: str) -> list[Path]:
-    """The result files of the engine's supported releases that a page cites."""
+    """The result files of the engine's tested releases that a page cites."""
     found = []
     for file in (file for file in cited() if engine in file.stem):
         version = json.loads(file.read_text(encoding="utf-8")).get("environment", {}).get(engine)
-        if version is None or ENGINES[engine].supports(version):
+        if version is None or ENGINES[engine].is_tested(version):
             found.append(file)
     return found
 

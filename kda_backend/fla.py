@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -73,28 +75,12 @@ def chunk_kda(
         ValueError: an input is not as described; nothing has been written then.
         LookupError: no path serves this shape on this device.
     """
-    if cp_context is not None:
-        raise ValueError("cp_context must be None (context parallelism is for training)")
-    if chunk_size not in (32, CHUNK):
-        raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
-    if chunk_size != CHUNK and return_intermediate_states:
-        raise ValueError(
-            f"`chunk_size` must be 64 with return_intermediate_states=True, got {chunk_size}"
-        )
-    if safe_gate and use_gate_in_kernel and lower_bound is None:
-        raise ValueError("lower_bound must be given with safe_gate=True, got None")
-    if use_graph and cu_seqlens is not None and max_num_seqs is not None:
-        entries = cu_seqlens.numel()
-        if entries != max_num_seqs + 1:
-            raise ValueError(f"cu_seqlens must have {max_num_seqs + 1} entries, got {entries}")
-    beta_kind = _beta_kind(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     v_first = _v_first(state_v_first, transpose_state_layout)
+    tokens, gate, state = typed_values(locals(), v_first)
     o, final_state, chunk_states = kda_prefill(
-        TokenInputs.of(
-            q, k, v, g, beta, beta_kind=beta_kind, l2norm=use_qk_l2norm_in_kernel, scale=scale
-        ),
-        GateSpec.of(A_log, dt_bias, lower_bound) if use_gate_in_kernel else LOG_DECAY,
-        StateRef.functional(initial_state, v_first=v_first, final=output_final_state),
+        tokens,
+        gate,
+        state,
         cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
         keeps_chunk_states=return_intermediate_states,
@@ -104,6 +90,44 @@ def chunk_kda(
     rows = q.shape[0] if cu_seqlens is None else 1
     chunks = chunk_states.shape[0] // max(rows, 1)
     return o, final_state, chunk_states.view(rows, chunks, *chunk_states.shape[1:])
+
+
+def typed_values(call: Mapping[str, Any], v_first: bool) -> tuple[TokenInputs, GateSpec, StateRef]:
+    """The arguments of a call of :func:`chunk_kda`, by name, as the operator takes them.
+
+    Args:
+        v_first: how its states are laid out.
+
+    Raises:
+        ValueError: options that are not served, or that contradict one another.
+    """
+    chunk_size, uses_gate = call["chunk_size"], call["use_gate_in_kernel"]
+    if call["cp_context"] is not None:
+        raise ValueError("cp_context must be None (context parallelism is for training)")
+    if chunk_size not in (32, CHUNK):
+        raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
+    if chunk_size != CHUNK and call["return_intermediate_states"]:
+        raise ValueError(
+            f"`chunk_size` must be 64 with return_intermediate_states=True, got {chunk_size}"
+        )
+    if call["safe_gate"] and uses_gate and call["lower_bound"] is None:
+        raise ValueError("lower_bound must be given with safe_gate=True, got None")
+    if call["use_graph"] and call["cu_seqlens"] is not None and call["max_num_seqs"] is not None:
+        entries, most = call["cu_seqlens"].numel(), call["max_num_seqs"]
+        if entries != most + 1:
+            raise ValueError(f"cu_seqlens must have {most + 1} entries, got {entries}")
+    beta_kind = _beta_kind(call["use_beta_sigmoid_in_kernel"], call["allow_neg_eigval"])
+    tokens = TokenInputs.of(
+        *(call[name] for name in ("q", "k", "v", "g", "beta")),
+        beta_kind=beta_kind,
+        l2norm=call["use_qk_l2norm_in_kernel"],
+        scale=call["scale"],
+    )
+    gate = LOG_DECAY
+    if uses_gate:
+        gate = GateSpec.of(call["A_log"], call["dt_bias"], call["lower_bound"])
+    final = call["output_final_state"]
+    return tokens, gate, StateRef.functional(call["initial_state"], v_first=v_first, final=final)
 
 
 def fused_recurrent_kda(

@@ -114,6 +114,22 @@ def kda_prefill(
     return SequencesResult(out, state.write if state.final else None, chunk_states)
 
 
+def check_prefill(
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    cu_seqlens: torch.Tensor | None = None,
+) -> None:
+    """Raise what :func:`kda_prefill` raises of shapes, strides, dtypes, devices and gradients.
+
+    Launches nothing. Arguments as there.
+    """
+    refuse_gradients(tokens, gate, state)
+    check_sequences(tokens, gate, state, _num_sequences(tokens.q, cu_seqlens), None, None)
+    if cu_seqlens is not None:
+        check_packed_row(tokens.q, cu_seqlens)
+
+
 def kda_recurrent(
     tokens: TokenInputs,
     gate: GateSpec,

@@ -10,9 +10,11 @@ import functools
 import importlib
 from types import SimpleNamespace
 
-from backend_core.engines import ENGINES
+from backend_core.engines.log import PREFIX
+from backend_core.engines.seam_list import SGLANG_FLAG, VLLM_FLAG
+from backend_core.engines.seams import difference
 from backend_core.family import PACKAGES
-from backend_core.strict import FallbackError, strict_mode, warn_once
+from backend_core.strict import FallbackError, fallback, strict_mode, warn_once
 
 
 def register_vllm(family: str) -> None:
@@ -21,11 +23,14 @@ def register_vllm(family: str) -> None:
     A failure is logged, and reported by `vllm_flag` for every model that the flag is passed for.
     """
     try:
+        if (reason := difference(VLLM_FLAG)) is not None:
+            warn_once(f"{PREFIX}: {reason}; nothing is registered")
+            return
         importlib.import_module(f"{family}_backend.engines.vllm").register()
     except Exception as error:
         try:
             from backend_core.engines import vllm_flag
-        except Exception:  # a release that lacks what is imported there
+        except Exception:  # it fails to import what it needs of vLLM
             warn_once(_reason("vllm", family, error))
         else:
             vllm_flag.report_broken(family, error)
@@ -38,7 +43,12 @@ def register_sglang(family: str) -> None:
         SystemExit: it failed, in strict mode; sglang would serve upstream's kernels.
     """
     try:
+        if (reason := difference(SGLANG_FLAG)) is not None:
+            fallback(f"{reason}; --attention-backend means sglang's own backends alone")
+            return
         importlib.import_module(f"{family}_backend.engines.sglang").register()
+    except FallbackError as error:
+        raise SystemExit(str(error)) from error
     except Exception as error:
         reason = _reason("sglang", family, error)
         if strict_mode():
@@ -47,22 +57,7 @@ def register_sglang(family: str) -> None:
 
 
 def _reason(engine: str, family: str, error: Exception) -> str:
-    """Why a family's adapter could not be registered: the release, where that is not supported."""
-    supported = ENGINES[engine]
-    version = supported.installed()
-    try:
-        known = version is not None and supported.supports(version)
-    except ValueError:
-        known = True
-    if not known and not isinstance(error, FallbackError):
-        return (
-            f"kda-dsv4-backend serves {engine} {supported.supported}, got {version}: nothing is"
-            " registered"
-        )
-    return (
-        f"kda-dsv4-backend could not register {family} with {engine}:"
-        f" {type(error).__name__}: {error}"
-    )
+    return f"{PREFIX} could not register {family} with {engine}: {type(error).__name__}: {error}"
 
 
 _FAMILIES = [package.removesuffix("_backend") for package in PACKAGES]

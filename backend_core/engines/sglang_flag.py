@@ -34,9 +34,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.common import rank0_log
 
 from backend_core import engines
-from backend_core.engines import ENGINES
+from backend_core.engines import seams
 from backend_core.engines.after_import import after_import
 from backend_core.engines.log import PREFIX
+from backend_core.engines.seams import Part
+from backend_core.family import ModelConfig
 from backend_core.strict import fallback
 
 
@@ -47,6 +49,8 @@ class SglangLayerClaim:
     Attributes:
         kind: ``"linear_attention"``, ``"compressor"`` or ``"sparse_mla"``.
         title: what they are called in a sentence: ``"Kimi Delta Attention"``.
+        part: what is relied on to serve them.
+        of_model: whether a model has them, from its configuration.
         present: whether sglang's attention backend, of the model that its ModelRunner holds, has
             such layers.
         install: called with both where it has: weights are loaded, pools allocated.
@@ -56,6 +60,8 @@ class SglangLayerClaim:
 
     kind: str
     title: str
+    part: Part
+    of_model: Callable[[ModelConfig], bool]
     present: Callable[[Any, Any], bool]
     install: Callable[[Any, Any], None]
     reserve: Callable[[Any], None] | None = None
@@ -68,6 +74,7 @@ class SglangBackendClaim:
     Attributes:
         kind: ``"mla"``, ``"sparse_mla"`` or ``"attention"``, see `kind_of`.
         title: what they are called in a sentence: ``"MLA"``.
+        part, of_model: as of a `SglangLayerClaim`.
         choose: called with sglang's ModelRunner and the full-attention backend that it has built,
             pools allocated. Returns a class, which is built with the same two arguments, stands in
             that backend's place and may hand it what it does not serve; or the reason why
@@ -77,6 +84,8 @@ class SglangBackendClaim:
 
     kind: str
     title: str
+    part: Part
+    of_model: Callable[[ModelConfig], bool]
     choose: Callable[[Any, Any], type | str]
 
 
@@ -96,19 +105,7 @@ def register_family(family: str, claims: Sequence[SglangLayerClaim | SglangBacke
 
     Returns:
         Whether this call has done so.
-
-    Raises:
-        FallbackError: in strict mode, with a version of sglang that is not supported.
-        AttributeError: this sglang has no such seams.
     """
-    engine = ENGINES["sglang"]
-    version = engine.installed()
-    if version is None or not engine.supports(version):
-        fallback(
-            f"sglang must be {engine.supported}, got {version}:"
-            " --attention-backend means sglang's own backends alone"
-        )
-        return False
     if family in _families:
         return False
     if not _families:
@@ -135,34 +132,51 @@ def say(*lines: str) -> None:
 
 def _register_hooks() -> None:
     arguments = server_args_module.ServerArgs
-    # sglang only logs a hook that finds no target
-    for owner, name in ((arguments, "resolve_once"), (attention_registry, "attn_backend_wrapper")):
-        getattr(owner, name)
     HookRegistry.register(
-        f"{server_args_module.__name__}.ServerArgs.resolve_once", take_flag, HookType.BEFORE
+        f"{server_args_module.__name__}.{arguments.__name__}.resolve_once",
+        take_flag,
+        HookType.BEFORE,
     )
     HookRegistry.register(
         f"{attention_registry.__name__}.attn_backend_wrapper", build_backend, HookType.AROUND
     )
-    after_import(_MODEL_RUNNER, _reserve_before_pools)
+    after_import(_MODEL_RUNNER, _wrap_model_runner)
 
 
-def _reserve_before_pools(module: ModuleType) -> None:
-    allocate = module.ModelRunner.alloc_memory_pool
-    if hasattr(allocate, "_kda_dsv4"):
-        return
+def _wrap_model_runner(module: ModuleType) -> None:
+    """Before its weights are loaded hold what is relied on, before its pools are sized reserve."""
+    for name, act in (("load_model", _hold), ("alloc_memory_pool", _reserve)):
+        upstream = getattr(module.ModelRunner, name)
+        if not hasattr(upstream, "_kda_dsv4"):
+            setattr(module.ModelRunner, name, _after(act, upstream))
 
-    @functools.wraps(allocate)
-    def reserve_and_allocate(self: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _after(act: Callable[[Any], None], upstream: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(upstream)
+    def act_and_go_on(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_requested(self.server_args):
-            for claims in _families.values():
-                for claim in claims:
-                    if isinstance(claim, SglangLayerClaim) and claim.reserve is not None:
-                        claim.reserve(self)
-        return allocate(self, *args, **kwargs)
+            act(self)
+        return upstream(self, *args, **kwargs)
 
-    reserve_and_allocate._kda_dsv4 = True  # type: ignore[attr-defined]
-    module.ModelRunner.alloc_memory_pool = reserve_and_allocate
+    act_and_go_on._kda_dsv4 = True  # type: ignore[attr-defined]
+    return act_and_go_on
+
+
+def _hold(runner: Any) -> None:
+    config = runner.model_config.hf_config.to_dict()
+    config |= runner.model_config.hf_text_config.to_dict()
+    for claims in _families.values():
+        for claim in claims:
+            if claim.of_model(config) and (reason := seams.refusal(claim.part)) is not None:
+                fallback(reason)
+
+
+def _reserve(runner: Any) -> None:
+    for claims in _families.values():
+        for claim in claims:
+            reserve = getattr(claim, "reserve", None)
+            if reserve is not None and seams.refusal(claim.part) is None:
+                reserve(runner)
 
 
 def refusal(server_args: Any) -> str | None:
@@ -222,7 +236,10 @@ def build_backend(build: Callable[[Any, Any], Any], runner: Any, full_attn_backe
         return backend
     for claims in present.values():
         for claim in claims:
-            claim.install(backend, runner)
+            if (reason := seams.refusal(claim.part)) is None:
+                claim.install(backend, runner)
+            else:
+                fallback(reason)
     return backend
 
 
@@ -232,7 +249,7 @@ def _full_attention(runner: Any, upstream: Any) -> Any | None:
         for claim in claims:
             if not isinstance(claim, SglangBackendClaim) or claim.kind != kind_of(runner):
                 continue
-            answer = claim.choose(runner, upstream)
+            answer = seams.refusal(claim.part) or claim.choose(runner, upstream)
             name = type(upstream).__name__
             if isinstance(answer, type):
                 say(

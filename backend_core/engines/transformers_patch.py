@@ -35,15 +35,15 @@ def modeling(module: str, names: Sequence[str]) -> ModuleType:
     """A modeling module of transformers, which must have these functions or classes.
 
     Raises:
-        ImportError: transformers is not installed, is no supported release, or lacks one of them.
+        ImportError: transformers is not installed, or lacks one of them.
     """
-    engine = ENGINES["transformers"]
-    version = engine.installed()
+    version = ENGINES["transformers"].installed()
     if version is None:
-        raise ImportError(f"transformers {engine.supported} is not installed")
-    if not engine.supports(version):
-        raise ImportError(f"transformers must be {engine.supported}, got {version}")
-    found = importlib.import_module(module)
+        raise ImportError("transformers is not installed")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"transformers {version} has no {module}") from error
     missing = [name for name in names if not callable(getattr(found, name, None))]
     if missing:
         raise ImportError(f"transformers {version} has no {' and no '.join(missing)} in {module}")

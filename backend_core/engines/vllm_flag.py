@@ -1,12 +1,11 @@
 """vLLM: one flag for all families, dispatched by the kinds of a model's layers.
 
-    vllm serve MODEL --attention-backend KDA       # 0.32 and newer: a family's name
-    vllm serve MODEL --attention-backend CUSTOM    # 0.30 and 0.31, which take no new names
+    vllm serve MODEL --attention-backend KDA       # a family's name
 
-The name must be that of a family which serves layers of the model; before 0.32 the families share
-one. Passing it turns on the *claims* of every family, so that one model's linear-attention layers
-and MLA layers may be served by two families. A kind of layer that nobody claims, or whose claim
-declines, is upstream's. There are two sorts of claim:
+The name must be that of a family which serves layers of the model. Passing it turns on the *claims*
+of every family, so that one model's linear-attention layers and MLA layers may be served by two
+families. A kind of layer that nobody claims, or whose claim declines, is upstream's. There are two
+sorts of claim:
 
 - `VllmLayerClaim`: layers that the model builds as a class, ``"linear_attention"``,
   ``"compressor"`` and DeepSeek-V4's ``"sparse_mla"``. The family puts a class in upstream's place
@@ -30,9 +29,10 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from backend_core import engines
-from backend_core.engines import ENGINES
+from backend_core.engines import seams
 from backend_core.engines.after_import import after_import
 from backend_core.engines.log import PREFIX
+from backend_core.engines.seam_list import VLLM_BACKENDS
 from backend_core.strict import fallback
 
 # A name below "vllm." has the engine's handlers and format.
@@ -125,29 +125,12 @@ _logged: set[str] = set()
 def register_family(family: str, claims: Sequence[VllmLayerClaim | VllmBackendClaim]) -> None:
     """Make a family's name known to vLLM, and its claims; a second call changes nothing.
 
-    Imports nothing of vLLM but its registry of backends. Where the release is not supported it logs
-    one line and does nothing.
-
-    Raises:
-        RuntimeError: another plug-in holds the only name that 0.30 and 0.31 leave to plug-ins.
+    Imports nothing of vLLM but its registry of backends.
     """
     if family in _families and not _families[family].broken:
         return
-    engine = ENGINES["vllm"]
-    version = engine.installed()
-    if version is None or not engine.supports(version):
-        _log_once(
-            f"kda-dsv4-backend serves vllm {engine.supported}, got {version}: nothing is registered"
-        )
-        return
-    name, custom = flag_name(family), AttentionBackendEnum.CUSTOM
-    if name != custom.name:
-        named_backend(name)
-        copyreg.pickle(AttentionBackendEnum, _reduced)
-    elif not custom.is_overridden() or custom.get_path() == _CHOICE:
-        register_backend(custom, _CHOICE)
-    else:
-        raise RuntimeError(f"another plug-in holds --attention-backend CUSTOM: {custom.get_path()}")
+    named_backend(flag_name(family))
+    copyreg.pickle(AttentionBackendEnum, _reduced)
     _families[family] = _Family(tuple(claims))
     for claim in claims:
         if isinstance(claim, VllmLayerClaim):
@@ -156,7 +139,7 @@ def register_family(family: str, claims: Sequence[VllmLayerClaim | VllmBackendCl
 
 
 def named_backend(name: str) -> Any:
-    """The registry's member of a family's name (0.32 and newer), added where it is not there."""
+    """The registry's member of a family's name, added where it is not there."""
     if name not in AttentionBackendEnum.__members__:
         register_backend(name, _CHOICE)
     return AttentionBackendEnum[name]
@@ -176,7 +159,7 @@ def _reduced(member: Any) -> tuple[Callable[..., Any], tuple[str]]:
 
 
 def flag_name(family: str) -> str:
-    """The value of ``--attention-backend`` for a family in the installed release."""
+    """The value of ``--attention-backend`` for a family."""
     return engines.flag_name("vllm", family)
 
 
@@ -290,6 +273,8 @@ def choose(vllm_config: Any, selector: Any) -> type[AttentionBackend] | list[str
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
+    if (reason := seams.refusal(VLLM_BACKENDS)) is not None:
+        return [reason]
     kind, model = kind_of(selector), vllm_config.model_config
     name = requested(vllm_config)
     named = [f for f in _families if flag_name(f) == name]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mla_backend.engines.flash_mla_calls import DECODE, PREFILL
+from mla_backend.engines.seam_list import DECODE, PREFILL
 
 FLASHMLA_HEADS = 64
 CLOSE = 0.02  # of a row's largest channel; bf16 results of two orders of summation

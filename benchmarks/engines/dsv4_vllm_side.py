@@ -157,7 +157,7 @@ def watch_attention(name: str) -> Any:
 
     from benchmarks.engines.dsv4_attention import AttentionWatch
     from mla_backend.engines import vllm_sparse
-    from mla_backend.engines.flash_mla_calls import DECODE, PREFILL
+    from mla_backend.engines.seam_list import DECODE, PREFILL
 
     watch = AttentionWatch()
     watch.ours(vllm_sparse)

@@ -407,7 +407,7 @@ def commands(
         one.add_argument("--turns", type=Path, help="the lock of sides beside each other")
     one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
     if vllm:
-        two.add_argument("--flag", default="KDA", help="--attention-backend's; CUSTOM before 0.32")
+        two.add_argument("--flag", default="KDA", help="--attention-backend's")
         one.add_argument("--attention-backend")
     return parser, two, one
 

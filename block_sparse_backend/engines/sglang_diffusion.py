@@ -1,4 +1,4 @@
-"""sglang's video server (``sglang.multimodal_gen`` 0.5.23): ``--attention-backend sparge_attn``,
+"""sglang's video server (``sglang.multimodal_gen``): ``--attention-backend sparge_attn``,
 ``sliding_tile_attn`` and ``sage_attn`` run here instead of in the libraries of those names, which
 need not be installed.
 
@@ -15,6 +15,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from backend_core.engines import seams
+from backend_core.strict import fallback
+from block_sparse_backend.engines.seam_list import VIDEO
+
 PLATFORMS = "sglang.multimodal_gen.runtime.platforms"
 TARGETS = (
     f"{PLATFORMS}.cuda.CudaPlatformBase.get_attn_backend_cls_str",
@@ -30,7 +34,14 @@ MAX_HEAD_SIZE = 128
 
 
 def register() -> None:
-    """Wrap the choice of the attention backend; sglang calls this in each of its processes."""
+    """Wrap the choice of the attention backend; sglang calls this in each of its processes.
+
+    Raises:
+        FallbackError: this sglang's is another, in strict mode.
+    """
+    if (reason := seams.refusal(VIDEO)) is not None:
+        fallback(reason)
+        return
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
 
     for target in TARGETS:

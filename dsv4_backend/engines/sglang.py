@@ -13,27 +13,53 @@ from __future__ import annotations
 from typing import Any
 
 from backend_core.engines.sglang_flag import SglangLayerClaim, register_family
+from dsv4_backend.engines import seam_list
 
 
 def register() -> None:
     """Make ``dsv4`` mean this package; see `sglang_flag.register_family` for what it raises."""
-    claim = SglangLayerClaim("compressor", "DeepSeek-V4 compressor", _present, _install)
-    register_family("dsv4", [claim])
+    v4 = SglangLayerClaim(
+        "compressor",
+        "DeepSeek-V4 compressor",
+        seam_list.SGLANG_V4,
+        lambda config: config.get("model_type") == "deepseek_v4",
+        _has_v4,
+        _install_v4,
+    )
+    v41 = SglangLayerClaim(
+        "compressor",
+        "DeepSeek-V4.1 compressor",
+        seam_list.SGLANG_V41,
+        lambda config: config.get("model_type") == "deepseek_v41",
+        _has_v41,
+        _install_v41,
+    )
+    register_family("dsv4", [v4, v41])
 
 
-def _present(backend: Any, runner: Any) -> bool:
+def _has_v4(backend: Any, runner: Any) -> bool:
+    if not _compresses(backend):
+        return False
+    return not _has_v41(backend, runner) or backend.has_c4 or backend.has_c128
+
+
+def _has_v41(backend: Any, runner: Any) -> bool:
+    return _compresses(backend) and bool(getattr(backend, "low_ratios", ()))
+
+
+def _compresses(backend: Any) -> bool:
     from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
 
     return isinstance(backend, CompressorBackendMixin)
 
 
-def _install(backend: Any, runner: Any) -> None:
-    low_ratios = getattr(backend, "low_ratios", ())
-    if low_ratios:
-        from dsv4_backend.engines import sglang_low_ratio
+def _install_v4(backend: Any, runner: Any) -> None:
+    from dsv4_backend.engines import sglang_compressor
 
-        sglang_low_ratio.install(backend)
-    if not low_ratios or backend.has_c4 or backend.has_c128:
-        from dsv4_backend.engines import sglang_compressor
+    sglang_compressor.install(backend)
 
-        sglang_compressor.install(backend)
+
+def _install_v41(backend: Any, runner: Any) -> None:
+    from dsv4_backend.engines import sglang_low_ratio
+
+    sglang_low_ratio.install(backend)

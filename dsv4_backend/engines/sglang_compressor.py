@@ -14,7 +14,6 @@ pools. Angles and the norm's weights stay fp32 there, where upstream's MXFP4 tak
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.dsa.utils import aiter_can_use_preshuffle_paged_mqa
 from sglang.srt.layers.attention.dsv4.compressor_v2 import CompressorBackendMixin
 
-from backend_core.engines.calls import odd_arguments
 from backend_core.engines.log import chosen
 from backend_core.engines.sglang_flag import say
 from backend_core.operator import Selection
@@ -46,14 +44,6 @@ from dsv4_backend.spec import CacheFormat, StepSpec
 _STEP = "_forward_compress_all_in_one"
 _KERNEL = "sglang_jit"
 """sglang's own kernels on CUDA, as the path tables' rows name them."""
-# 0.5.20's parameters of the step, and those that later releases added
-_TAKEN = {
-    *("self", "kv_score_buffer", "kv_score_input", "ape", "head_dim", "norm", "freqs_cis_cache"),
-    *("kv_cache", "is_indexer", "rotate", "compress_ratio", "page_size", "out_loc"),
-    *("use_fp4_indexer", "bf16_store", "kv_scale_cache", "rope_cache"),
-    *("fp8_2buff", "kv_cache_rope"),
-}
-_ADDED = {"kv_layout"}
 
 
 def install(backend: Any) -> None:
@@ -70,9 +60,7 @@ def _refusal(backend: Any) -> str | None:
     step = getattr(kind, _STEP)
     if step is not getattr(CompressorBackendMixin, _STEP):
         return f"{kind.__name__} has a step of its own, which is not replaced"
-    return odd_arguments(
-        f"sglang's {_STEP}", inspect.signature(step).parameters.keys(), _TAKEN, _ADDED
-    )
+    return None
 
 
 _Paths = Selection[StepSpec, Any]

@@ -10,7 +10,6 @@ in place before it replays a graph is what they read.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ from sglang.srt.layers.attention.dsv4.dsv41_sparse import (
 )
 from sglang.srt.runtime_context import get_parallel
 
-from backend_core.engines.calls import odd_arguments
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
 from dsv4_backend import (
@@ -40,12 +38,8 @@ from dsv4_backend.engines.sglang_compressor import pages_of
 from dsv4_backend.spec import ROPE_DIM
 
 _EAGER, _TORCH, _FUSED = (f"_low_ratio_compress{end}" for end in ("", "_torch", "_fused"))
-_TAKEN = {
-    _EAGER: {"self", "layer", "x", "req", "pos", "forward_batch"},
-    _TORCH: {"self", "layer", "x", "req", "pos", "projected", "fuse_index_store"},
-    _FUSED: {"self", "layer", "x", "req", "pos", "draft_len", "extend_offsets", "projected"},
-}
-"""sglang's methods that are exchanged, and their parameters."""
+_STEPS = (_EAGER, _TORCH, _FUSED)
+"""sglang's methods that are exchanged."""
 _KEY_BYTES = 68
 """Of an indexer's key in MXFP4 with its scales."""
 
@@ -66,13 +60,9 @@ def _refusal(backend: Any) -> str | None:
             f"{kind.__name__} stores DeepSeek-V4.1's records for kernels of ROCm, which is not"
             " served"
         )
-    for name, needed in _TAKEN.items():
-        step = getattr(kind, name)
-        if step is not getattr(DeepseekV4AttnBackend, name):
+    for name in _STEPS:
+        if getattr(kind, name) is not getattr(DeepseekV4AttnBackend, name):
             return f"{kind.__name__} has a {name} of its own, which is not replaced"
-        got = inspect.signature(step).parameters.keys()
-        if (odd := odd_arguments(f"sglang's {name}", got, needed)) is not None:
-            return odd
     if get_parallel().attn_cp_size > 1:
         return "prefill context parallelism compresses the rows of all ranks, which is not served"
     if pool.uniform_fp8:
@@ -108,7 +98,7 @@ class LowRatioSteps:
         self._bound: dict[int, _BoundLayer] = {}
         # by ratio: the addresses and numbers that a plan is made of, and the plan, which keeps them
         self._plans: dict[int, tuple[tuple[Any, ...], LowRatioStep]] = {}
-        for name in _TAKEN:
+        for name in _STEPS:
             self._upstream[name] = getattr(backend, name)
             ours = self.eager if name == _EAGER else functools.partial(self.in_graph, name)
             setattr(backend, name, ours)

@@ -56,8 +56,7 @@ def enable() -> None:
     nothing. The backend has no backward pass: inputs that need gradients raise ValueError.
 
     Raises:
-        ImportError: transformers is not installed, is older than the first supported release, or
-            has no such functions any more.
+        ImportError: transformers is not installed, or its release has no such functions.
     """
     if _replaced:
         return

@@ -1,7 +1,6 @@
 """vLLM: DeepSeek-V4's compressors on this backend, its attention as without a flag.
 
-    vllm serve MODEL --attention-backend DSV4      # 0.32 and newer
-    vllm serve MODEL --attention-backend CUSTOM    # 0.30 and 0.31, which take no new names
+    vllm serve MODEL --attention-backend DSV4
 
 The flag is `backend_core.engines.vllm_flag`'s. vLLM builds a compressor as ``DeepseekCompressor``,
 a plain module. Its ``__init__`` ends with the decision: with the flag, and where this backend
@@ -16,14 +15,14 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from backend_core.engines import Engine, vllm_flag
+from backend_core.engines import seams, vllm_flag
 from backend_core.engines.vllm_flag import VllmLayerClaim
 from backend_core.strict import fallback
+from dsv4_backend.engines import seam_list
 
 FAMILY = "dsv4"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
 ATTENTION_V41 = "vllm.models.deepseek_v41.attention"
-_V41 = Engine("vllm", "0.33.0", None)  # before, requests without a ring wrote into one
 
 
 def register() -> None:
@@ -61,13 +60,12 @@ def adopt(built: Any, vllm_config: Any) -> None:
 
 
 def _adopt(built: Any, vllm_config: Any) -> str | None:
-    if not hasattr(built, "compressor"):
-        ours = importlib.import_module("dsv4_backend.engines.vllm_compressor")
-    elif built.compressor is None:
+    is_v41 = hasattr(built, "compressor")
+    if is_v41 and built.compressor is None:
         return None  # the layer reads another one's records
-    elif not _V41.supports(version := str(_V41.installed())):
-        return f"DeepSeek-V4.1's compressors are served in vllm 0.33.0 and newer, got {version}"
-    else:
-        ours = importlib.import_module("dsv4_backend.engines.vllm_low_ratio")
-    reason: str | None = ours.adopt(built, vllm_config)
+    reason = seams.refusal(seam_list.VLLM_V41 if is_v41 else seam_list.VLLM_V4)
+    if reason is None:
+        name = "vllm_low_ratio" if is_v41 else "vllm_compressor"
+        ours = importlib.import_module(f"dsv4_backend.engines.{name}")
+        reason = ours.adopt(built, vllm_config)
     return reason

@@ -7,15 +7,14 @@ steps for which the table says that vLLM's own kernels are faster stay vLLM's.
 
 vLLM rotates neither the indexer's keys nor its queries by Hadamard, and neither does this.
 
-On ROCm records lie where vLLM's kernels read them, which `vllm_rocm` asks. With
-``indexer_kv_dtype="mxfp4"`` on gfx950 vLLM 0.33 has an indexer whose compressor is a class of its
-own. It is replaced too.
+On ROCm with ``indexer_kv_dtype="mxfp4"`` on gfx950 vLLM 0.33 has an indexer whose compressor is a
+class of its own. It is replaced too, and writes records where aiter reads them, which `vllm_rocm`
+asks.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -31,8 +30,7 @@ from vllm.models.deepseek_v4.compressor import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from backend_core.engines import vllm_flag
-from backend_core.engines.calls import odd_arguments
+from backend_core.engines import seams, vllm_flag
 from backend_core.engines.log import chosen
 from backend_core.engines.vllm_blocks import block_tokens
 from backend_core.engines.vllm_flag import flag_name, say
@@ -49,12 +47,9 @@ from dsv4_backend import (
     warm_up,
     window_ends,
 )
-from dsv4_backend.engines import vllm_rocm
+from dsv4_backend.engines import seam_list, vllm_rocm
 from dsv4_backend.selection import decode_selection, in_words, prefill_selection
 from dsv4_backend.spec import ROPE_DIM, CacheFormat
-
-_FORWARD = {"self", "kv_score", "positions", "rotary_emb"}
-_BUILD = {"self", "common_prefix_len", "common_attn_metadata", "fast_build"}
 
 
 def adopt(compressor: Any, vllm_config: VllmConfig) -> str | None:
@@ -85,10 +80,6 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
     kind = type(compressor)
     if kind is not DeepseekCompressor and not vllm_rocm.is_aiters(kind):
         return f"{kind.__module__}.{kind.__name__} is a compressor that is not replaced"
-    for method, needed in ((kind.forward, _FORWARD), (CompressorMetadataBuilder.build, _BUILD)):
-        got = inspect.signature(method).parameters.keys()
-        if (odd := odd_arguments(f"vllm's {method.__qualname__}", got, needed)) is not None:
-            return odd
     if vllm_flag.batch_invariant():
         return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
     if compressor.rope_head_dim != ROPE_DIM:
@@ -97,10 +88,10 @@ def _refusal(compressor: Any, vllm_config: VllmConfig) -> str | None:
     if cache_format is None:
         kind = _record_cache(compressor).kv_cache_dtype
         return f"main records of kv_cache_dtype {kind} are not served: fp8_ds_mla and bf16 are"
+    if cache_format == "indexer_fp8" and current_platform.is_rocm():
+        return seams.refusal(seam_list.VLLM_AMD)
     if cache_format == "indexer_fp8" and _packs_scales():
         return "on Blackwell vllm keeps the indexer's fp8 scales as four bytes, not as fp32"
-    if cache_format == "indexer_fp8_tiles":
-        return vllm_rocm.two_readers()
     if cache_format == "indexer_mxfp4_tiles":
         heads = vllm_config.model_config.hf_config.index_n_heads
         tokens = _page_tokens(compressor, vllm_config)
@@ -117,7 +108,7 @@ def _format(compressor: Any) -> CacheFormat | None:
     if vllm_rocm.is_aiters(type(compressor)):
         return "indexer_mxfp4_tiles"
     if compressor.head_dim == 128:
-        return "indexer_mxfp4" if compressor.use_fp4_cache else vllm_rocm.fp8_format()
+        return "indexer_mxfp4" if compressor.use_fp4_cache else "indexer_fp8"
     cache = _record_cache(compressor)
     if cache.kv_cache_dtype == "fp8_ds_mla":
         return "fp8_ds_mla"

@@ -13,7 +13,6 @@ longest chunk.
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import vllm_flag
-from backend_core.engines.calls import odd_arguments
 from backend_core.engines.vllm_blocks import block_tokens
 from backend_core.engines.vllm_flag import flag_name, say
 from backend_core.launch.streams import is_capturing
@@ -48,9 +46,6 @@ from dsv4_backend import (
 from dsv4_backend.engines import low_ratio_paths
 from dsv4_backend.spec import KEY_DIM, LATENT_DIM, ROPE_DIM, CacheFormat
 
-_FORWARD = {"self", "kv_score", "positions"}
-_INSERT = {"self", "latent", "positions", "rotary_emb"}
-_BUILD = {"self", "common_prefix_len", "common_attn_metadata", "fast_build"}
 _PACKED: dict[int, CacheFormat] = {584: "fp8_ds_mla", 528: "mxfp8_rows", 288: "nvfp4_rows"}
 """The format of a packed main record by its bytes."""
 
@@ -86,15 +81,6 @@ def _refusal(attention: Any, vllm_config: VllmConfig) -> str | None:
     if type(indexer)._produce_k is not DeepseekV4Indexer._produce_k:
         where = f"{type(indexer).__module__}.{type(indexer).__name__}"
         return f"{where} stores the indexer's keys in an order of its own, which is not served"
-    for method, needed in (
-        (kind.forward, _FORWARD),
-        (kind.insert_cache, _INSERT),
-        (DeepseekV4Indexer._produce_k, _INSERT),
-        (CompressorMetadataBuilder.build, _BUILD),
-    ):
-        got = inspect.signature(method).parameters.keys()
-        if (odd := odd_arguments(f"vllm's {method.__qualname__}", got, needed)) is not None:
-            return odd
     if vllm_flag.batch_invariant():
         return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
     if compressor.pcp_size > 1:

@@ -13,15 +13,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from backend_core.engines import seams
 from backend_core.engines.sglang_flag import SglangLayerClaim, register_family
+from kda_backend.engines import seam_list
+from kda_backend.family import model_refusal
 
 
 def register() -> None:
     """Make ``kda`` known to sglang; see `sglang_flag.register_family` for what it raises."""
     claim = SglangLayerClaim(
-        "linear_attention", "Kimi Delta Attention", _present, _install, _reserve
+        "linear_attention",
+        "Kimi Delta Attention",
+        seam_list.SGLANG_LAYERS,
+        lambda config: model_refusal(config) is None,
+        _present,
+        _install,
+        _reserve,
     )
-    if register_family("kda", [claim]):
+    registered = register_family("kda", [claim])
+    if registered and seams.difference(seam_list.SGLANG_GRAPHS) is None:
         from kda_backend.engines import sglang_prefill_graphs
 
         sglang_prefill_graphs.register()
@@ -38,7 +48,8 @@ def _install(backend: Any, runner: Any) -> None:
 
     sglang_ngram.keep_one_path(runner.server_args)
     ours = sglang_layer.install(backend.linear_attn_backend, runner)
-    sglang_prefill_graphs.prepare(backend, runner, ours="prefill" in ours)
+    if seams.refusal(seam_list.SGLANG_GRAPHS) is None:
+        sglang_prefill_graphs.prepare(backend, runner, ours="prefill" in ours)
 
 
 def _reserve(runner: Any) -> None:

@@ -13,7 +13,6 @@ sglang's KDA layers hand over
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 
-from backend_core.engines.calls import odd_arguments
 from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
 from kda_backend.contract.values import (
@@ -38,16 +36,6 @@ from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.spec import CHUNK, Beta
 from kda_backend.step_plan import StepPlan, build_step_plan
-
-_OF_OTHERS = frozenset(
-    (
-        *("track_ssm_h_src", "track_ssm_h_batch_src", "chunk_offsets", "extend_prefix_lens"),
-        *("layer_id", "query_start_loc", "num_v_heads", "head_v_dim", "replayssm_k", "replayssm_g"),
-        *("replayssm_write_pos", "replayssm_force_flush", "state_checkpoint_cu_starts"),
-        *("state_checkpoint_every_n_tokens", "state_checkpoint_indices"),
-    )
-)
-"""What sglang passes to other kernels, and what shapes say already; nothing here reads it."""
 
 
 class _Part(NamedTuple):
@@ -106,13 +94,12 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         **call: Any,
     ) -> Any:
         """Prefill; ``call`` as `prefill` takes it."""
-        # a model that applies the sigmoid itself hands over fp32; 0.5.22 and 0.5.23 call the
-        # logits beside an unflattened gate (Kimi-Linear, Kimi-K3) step sizes in a captured
-        # prefill, and there alone. Upstream's kernel needs to know it as ours does
+        # a model that applies the sigmoid itself hands over fp32; sglang calls the logits beside an
+        # unflattened gate (Kimi-Linear, Kimi-K3) step sizes in a captured prefill, and there alone.
+        # Upstream's kernel needs to know it as ours does
         if call.get("chunk_indices") is not None and q.dtype != torch.float32:
             call["beta_is_raw"] = beta.dtype == q.dtype
         try:
-            _check_known("prefill", call, PREFILL_ARGUMENTS)
             return self.prefill(self.selection, q, k, v, g, beta, **call)
         except ValueError as error:
             fallback(f"prefill: {error}")
@@ -123,7 +110,6 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Decode of convolved rows ``[N, C]`` of q, k and v; returns ``[1, N, HV, V]``."""
         try:
-            _check_known("decode", call, STEP_ARGUMENTS)
             value_heads, value_dim = call["num_v_heads"], call["head_v_dim"]
             q, k, v = split_rows(mixed_qkv, value_heads, call["ssm_states"].shape[-1], value_dim)
             return self.step(self.selection, q, k, v, a, b, **call).unsqueeze(0)
@@ -142,7 +128,6 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
     ) -> Any:
         """Decode of convolved q, k and v ``[1, N, H, D]``; returns ``[1, N, HV, V]``."""
         try:
-            _check_known("decode", call, STEP_ARGUMENTS)
             return self.step(self.selection, q[0], k[0], v[0], a, b, **call).unsqueeze(0)
         except ValueError as error:
             fallback(f"decode: {error}")
@@ -186,7 +171,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             num_state_checkpoints: for kernels that write checkpoints, which this one does not claim
                 to.
             is_spec_decode: leave the states as they are.
-            of_others: `_OF_OTHERS`.
+            of_others: what sglang passes to other kernels, and what shapes say (`seam_list`).
 
         Returns:
             ``o [1, T, HV, V]``, or ``(o, None)`` with ``return_intermediate_states``: where sglang
@@ -267,7 +252,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             replayssm_d: given with --enable-linear-replayssm.
             conv: for inputs that are not convolved yet.
             norm: of the output.
-            of_others: `_OF_OTHERS`.
+            of_others: what sglang passes to other kernels, and what shapes say (`seam_list`).
 
         Returns:
             ``[N, HV, V]``; zeros for a padded request.
@@ -282,7 +267,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         return kda_decode_step(
             step_tokens(q, k, v, a, b),
             GateSpec.of(A_log, dt_bias, lower_bound),
-            # slot 0 is never given out; 0.5.23 fills a CUDA graph's batch with it
+            # slot 0 is never given out; sglang fills a CUDA graph's batch with it
             StateRef.pool(ssm_states, cache_indices, null_slot=0),
             conv=conv,
             norm=norm,
@@ -349,18 +334,6 @@ def divided(lengths: Sequence[int], most_chunks: int | None) -> Iterator[slice]:
             first, chunks = n, 0
         chunks += own
     yield slice(first, len(lengths))
-
-
-PREFILL_ARGUMENTS, STEP_ARGUMENTS = (
-    _OF_OTHERS | inspect.signature(method).parameters.keys()
-    for method in (KdaKernel.prefill, KdaKernel.step)
-)
-
-
-def _check_known(phase: str, call: dict[str, Any], known: frozenset[str]) -> None:
-    """Raises ValueError for an argument that a release of sglang added and nothing here reads."""
-    if odd := odd_arguments(f"sglang's {phase}", call.keys(), frozenset(), known):
-        raise ValueError(odd)
 
 
 def split_rows(

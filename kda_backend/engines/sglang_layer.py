@@ -11,7 +11,6 @@ import torch
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
-from backend_core.engines.calls import odd_arguments
 from backend_core.engines.log import chosen
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
@@ -139,13 +138,13 @@ def decode_layer(
     k: None = None,
     v: None = None,
     save_kv_cache: bool = True,
-    **unknown: Any,
+    **of_others: Any,
 ) -> Any:
     """KDAAttnBackend.forward_decode, with the convolution in the launch of the delta rule.
 
     ``mixed_qkv [N, C]``, raw gate ``a`` and step-size logits ``b``, of one token of each request;
     returns ``o [1, N, HV, V]``. Kimi-K3's layers also offer their output's norm, which then ends
-    the same launch. q, k, v and save_kv_cache are of softmax layers.
+    the same launch. q, k, v, save_kv_cache and ``of_others`` are of other layers.
     """
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     indices = backend.forward_metadata.mamba_cache_indices
@@ -153,8 +152,6 @@ def decode_layer(
     try:
         if getattr(layer, "_k3_deferred_f_b", False):
             raise ValueError("the gate's projection was left to a kernel of sglang's own")
-        if odd := odd_arguments("sglang's forward_decode", unknown.keys(), frozenset()):
-            raise ValueError(odd)
         rows = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
         o = kernel.step(
             kernel.selection,
@@ -182,7 +179,7 @@ def decode_layer(
             k=k,
             v=v,
             save_kv_cache=save_kv_cache,
-            **unknown,
+            **of_others,
         )
     if norm is not None:
         layer._k3_onorm_consumed = True

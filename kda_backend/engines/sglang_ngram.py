@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from backend_core.engines import seams
 from backend_core.engines.sglang_flag import say
+from kda_backend.engines.seam_list import SGLANG_NGRAM
 
 _INSTALLED = "_kda_dsv4"  # on the method in the place of upstream's
 
@@ -25,6 +27,9 @@ def keep_one_path(server_args: Any) -> None:
     """Have the corpora of this process return chains, where the server verifies chains; a second
     call changes nothing."""
     if server_args.speculative_algorithm != "NGRAM" or server_args.speculative_eagle_topk != 1:
+        return
+    if (reason := seams.refusal(SGLANG_NGRAM)) is not None:
+        say(f"n-gram drafts stay trees: {reason}")
         return
     corpus = importlib.import_module("sglang.srt.speculative.cpp_ngram.ngram_corpus").NgramCorpus
     upstream = corpus.batch_get

@@ -3,8 +3,7 @@
 sglang leaves prefill graphs off for KDA models but GLM-5.3-Flash. A step that is not captured is
 bound by its host time, so with this package's flag they are turned on, up to the tokens of
 `prefill_graphs`; what the user says of them stays, as do all other rules by which sglang turns them
-off. From 0.5.22 on the KDA layers are captured too, on tables of `most_sequences`; before, the
-graph breaks at each of them.
+off. The KDA layers are captured too, on tables of `most_sequences`.
 
 A captured MLA layer takes its absorbed form, whose attention reads latents of 576 channels instead
 of keys of 192, and costs the more the longer the prompt. In graphs of more than `ABSORBED_TOKENS`
@@ -26,8 +25,10 @@ from typing import Any
 
 from sglang.srt.utils.common import is_cuda
 
+from backend_core.engines import seams
 from backend_core.engines.sglang_flag import is_requested, say
 from kda_backend.engines.prefill_graphs import most_tokens, sizes
+from kda_backend.engines.seam_list import SGLANG_MLA_BREAKS
 
 ABSORBED_TOKENS = 1024
 """Of the largest graph that holds MLA layers in their absorbed form."""
@@ -151,8 +152,10 @@ def mla_runs_outside(text_config: Any) -> bool:
 
     The latents of compressed queries are computed beside the layer's norm, which is captured.
     """
-    return getattr(text_config, "q_lora_rank", None) is None and hasattr(
-        text_config, "kv_lora_rank"
+    return (
+        getattr(text_config, "q_lora_rank", None) is None
+        and hasattr(text_config, "kv_lora_rank")
+        and seams.difference(SGLANG_MLA_BREAKS) is None
     )
 
 

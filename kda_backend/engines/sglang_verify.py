@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 
+from backend_core.engines import seams
 from backend_core.strict import fallback
 from backend_core.target import Target
 from kda_backend.contract.values import DraftInputs, GateSpec, NormInputs, StateRef
+from kda_backend.engines.seam_list import SGLANG_DRAFTS
 from kda_backend.engines.sglang_kernel import (
     KdaKernel,
     conv_of,
@@ -40,7 +42,8 @@ def install(kernel: KdaKernel, backend: Any, layer: Any, cache: Any, *, one_laun
     if getattr(cache, "intermediate_conv_window", None) is None:
         return False  # there is no speculative decoding
     target = kernel.selection.target
-    if (reason := refusal(backend, cache, target, one_launch=one_launch)) is not None:
+    reason = seams.refusal(SGLANG_DRAFTS) or refusal(backend, cache, target, one_launch=one_launch)
+    if reason is not None:
         fallback(f"drafts are verified by sglang's kernels: {reason}")
         return False
     upstream = backend._forward_target_verify
@@ -72,8 +75,7 @@ def refusal(backend: Any, cache: Any, target: Target, *, one_launch: bool) -> st
 
 def _rows_of_requests() -> bool:
     utils = importlib.import_module("sglang.srt.layers.attention.linear.utils")
-    asked = getattr(utils, "pp_spec_stable_rows_enabled", None)  # 0.5.22 and newer
-    return asked is not None and bool(asked())
+    return bool(utils.pp_spec_stable_rows_enabled())
 
 
 def verify_layer(

@@ -1,7 +1,6 @@
 """vLLM: its KDA layers on this backend.
 
-    vllm serve MODEL --attention-backend KDA       # 0.32 and newer
-    vllm serve MODEL --attention-backend CUSTOM    # 0.30 and 0.31, which take no new names
+    vllm serve MODEL --attention-backend KDA
 
 The flag is `backend_core.engines.vllm_flag`'s, which leaves the softmax layers to the platform or
 to another family. vLLM builds a KDA layer as the class that is registered in place of its own by
@@ -17,11 +16,14 @@ import functools
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
-from backend_core.engines import vllm_flag
+from backend_core.engines import seams, vllm_flag
 from backend_core.engines.after_import import after_import
+from backend_core.engines.seams import Part
 from backend_core.engines.vllm_flag import VllmLayerClaim
-from kda_backend.engines import vllm_graphs
+from backend_core.strict import fallback
+from kda_backend.engines import seam_list, vllm_graphs
 
 FAMILY = "kda"
 LAYER = "KimiGatedDeltaNetAttention"
@@ -34,36 +36,34 @@ class Replaced:
     Attributes:
         name: of the class, by which vLLM looks for a replacement.
         adapter: has ``layer_class``.
+        part: what the adapter relies on.
         rocm: whether the class is ROCm's or all other platforms'; ``None`` where it is everyone's.
     """
 
     name: str
     adapter: str
+    part: Part
     rocm: bool | None = None
 
 
-# By the modules that define them: some for one platform, some moved between releases.
+# by the modules that define them, some for one platform
 REPLACED = {
-    "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": Replaced(LAYER, "vllm_packed"),
-    "vllm.models.kimi_k3.nvidia.kda": Replaced("KimiK3DeltaAttention", "vllm_packed", rocm=False),
-    "vllm.models.kimi_k3.amd.kda": Replaced("KimiK3DeltaAttention", "vllm_packed", rocm=True),
-    "vllm.models.glm5next.common.kda": Replaced("Glm5NextLinearAttention", "vllm_glm"),
-    "vllm.models.glm5next.nvidia.kda": Replaced("Glm5NextLinearAttention", "vllm_glm"),
+    "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": Replaced(
+        LAYER, "vllm_packed", seam_list.KIMI_LINEAR
+    ),
+    "vllm.models.kimi_k3.nvidia.kda": Replaced(
+        "KimiK3DeltaAttention", "vllm_packed", seam_list.K3_NVIDIA, rocm=False
+    ),
+    "vllm.models.kimi_k3.amd.kda": Replaced(
+        "KimiK3DeltaAttention", "vllm_packed", seam_list.K3_AMD, rocm=True
+    ),
+    "vllm.models.glm5next.common.kda": Replaced(
+        "Glm5NextLinearAttention", "vllm_glm", seam_list.GLM
+    ),
     "vllm.model_executor.models.bailing_moe_v3": Replaced(
-        "BailingMoeV3KimiDeltaAttention", "vllm_ling"
+        "BailingMoeV3KimiDeltaAttention", "vllm_ling", seam_list.LING
     ),
 }
-
-
-MODELS = {
-    "vllm.model_executor.models.alice_ai": "AliceAIForCausalLM",
-    "vllm.model_executor.models.bailing_moe_v3": "BailingMoeV3ForCausalLM",
-    "vllm.models.kimi_k3.nvidia.model": "KimiLinearForCausalLM",
-    "vllm.models.kimi_k3.amd.linear": "KimiLinearForCausalLM",
-    "vllm.models.glm5next.common.model": "Glm5NextForCausalLM",
-    "vllm.models.glm5next.nvidia.model": "Glm5NextForCausalLM",
-}
-"""Classes of models that size pages, by their modules; other classes ask these."""
 
 
 def register() -> None:
@@ -75,31 +75,37 @@ def register() -> None:
     after_import("vllm.config.vllm", vllm_graphs.install)
     after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.leave_decodes)
     after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.capture_layers)
-    for module, model in MODELS.items():
-        after_import(module, functools.partial(_honour_state_dtype, model))
+    for part in seam_list.SIZING:
+        module, _, model = part.seams[-1].place.partition(":")
+        act = functools.partial(_honour_state_dtype, model.partition(".")[0], part)
+        after_import(module, act)
 
 
-def _honour_state_dtype(model: str, module: ModuleType) -> None:
-    from kda_backend.engines.vllm_states import honour_in_model
+def _honour_state_dtype(model: str, part: Part, module: ModuleType) -> None:
+    if seams.difference(part) is None:
+        from kda_backend.engines.vllm_states import honour_in_model
 
-    try:
         honour_in_model(module, model)
-    except AttributeError as error:  # another release's class
-        vllm_flag.say(f"the states of {model} keep vLLM's dtype: {error}")
 
 
 def replace_layer(module: ModuleType) -> None:
-    """Register our class in the place of the one that ``module``, of `REPLACED`, defines.
+    """Register our class in the place of the one that ``module``, of `REPLACED`, defines; where
+    this release's cannot be replaced it says so as it is built under the flag.
 
     Raises:
         RuntimeError: another plug-in has replaced it.
     """
-    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
     from vllm.platforms import current_platform
 
     replaced = REPLACED[module.__name__]
     if replaced.rocm not in (None, current_platform.is_rocm()):
         return  # another platform's class of the same name, which no model here builds
+    if (reason := seams.difference(replaced.part)) is not None:
+        if (kind := getattr(module, replaced.name, None)) is not None:
+            vllm_flag.after_init(kind, functools.partial(_stays, reason))
+        return
+    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+
     present = op_registry_oot.get(replaced.name)
     upstream = getattr(module, replaced.name)
     if present is not None:
@@ -107,4 +113,9 @@ def replace_layer(module: ModuleType) -> None:
             return
         raise RuntimeError(f"another plug-in replaces {replaced.name}: {present.__module__}")
     adapter = importlib.import_module(f"kda_backend.engines.{replaced.adapter}")
-    PluggableLayer.register_oot(adapter.layer_class(upstream), name=replaced.name)
+    kind = adapter.layer_class(upstream, replaced.part)
+    PluggableLayer.register_oot(kind, name=replaced.name)
+
+
+def _stays(reason: str, layer: object, vllm_config: Any) -> None:
+    fallback(f"--attention-backend {vllm_flag.requested(vllm_config)}: {reason}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from backend_core.engines.seams import Part
 from kda_backend.contract.values import GateSpec
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.engines.vllm_metadata import KeepsLengths
@@ -25,19 +26,20 @@ class SeparateConvs(KeepsLengths):
     _kda_weights: LayerWeights | None = None
 
     def take_over(
-        self: Any, vllm_config: VllmConfig, refusal: str | None, *, checkpoints: bool = False
+        self: Any, vllm_config: VllmConfig, part: Part, *, checkpoints: bool = False
     ) -> bool:
         """As the layer is built: ask for its runtime, and make one matrix of the rows of q, k and
         v, of which their weights become views. False where upstream's code serves the layer.
 
         Args:
-            refusal: why this release's layer cannot be served.
+            part: what is relied on of this layer.
         """
+        refusal = None
         offload = vllm_config.offload_config
         if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
             refusal = "weights are kept in host memory, and those of convolutions are packed"
         self.kda_runtime = runtime_of(
-            vllm_config, self, self.kda_lower_bound, checkpoints=checkpoints, refusal=refusal
+            vllm_config, self, self.kda_lower_bound, part, checkpoints=checkpoints, refusal=refusal
         )
         if self.kda_runtime is None:
             return False

@@ -2,7 +2,7 @@
 
 Its convolutions have separate weights, its forget gate has a lower bound, and upstream norms the
 output outside of the core. Here the norm belongs to the core's kernels, so that ``forward`` is
-ours. From 0.32 on prefills export states that the prefix cache keeps.
+ours. Prefills export states that the prefix cache keeps.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from backend_core.engines.seams import Part
 from kda_backend.engines.vllm_convs import SeparateConvs
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints
-from kda_backend.engines.vllm_seams import changed
 from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
 from kda_backend.engines.vllm_tables import breaks_without_tables
 
 
-def layer_class(upstream: Any) -> Any:
+def layer_class(upstream: Any, part: Part) -> Any:
     """Our class in the place of ``upstream``, ``Glm5NextLinearAttention``."""
 
     class KdaLayer(SeparateConvs, ExportsCheckpoints, HonoursStateDtype, upstream):  # type: ignore[misc]
-        exports = "get_kv_cache_spec" in vars(upstream)
+        exports = True
         captured_on_tables = True
 
         def __init__(
             self, config: Any, vllm_config: VllmConfig, prefix: str = "", **options: Any
         ) -> None:
             super().__init__(config, vllm_config, prefix, **options)
-            odd = changed(upstream, "forward", {"hidden_states", "positions"})
-            if not self.take_over(vllm_config, odd, checkpoints=self.exports):
+            if not self.take_over(vllm_config, part, checkpoints=self.exports):
                 expect_upstreams_dtype(self, upstream, vllm_config)
                 self.__class__ = upstream
 

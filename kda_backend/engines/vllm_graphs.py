@@ -14,12 +14,13 @@ holds these layers too (`vllm_tables`), and is replayed where the step's request
 from __future__ import annotations
 
 import functools
-import inspect
 from types import ModuleType
 from typing import Any
 
+from backend_core.engines import seams
 from backend_core.engines.vllm_flag import requested, say
 from kda_backend.engines.prefill_graphs import most_tokens, sizes
+from kda_backend.engines.seam_list import VLLM_CAPTURE, VLLM_GRAPHS
 from kda_backend.family import model_refusal
 
 _INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
@@ -31,13 +32,7 @@ def install(config_module: ModuleType) -> None:
     """Let ``VllmConfig`` of vLLM's module ``vllm.config.vllm`` add the sizes to its own; a second
     call changes nothing."""
     upstream = getattr(config_module.VllmConfig, "_set_cudagraph_sizes", None)
-    if hasattr(upstream, _INSTALLED):
-        return
-    if upstream is None or list(inspect.signature(upstream).parameters) != ["self"]:
-        say(
-            "prefill graphs keep vLLM's sizes: VllmConfig._set_cudagraph_sizes(self) is not in this"
-            " release"
-        )
+    if upstream is None or hasattr(upstream, _INSTALLED):
         return
 
     @functools.wraps(upstream)
@@ -82,10 +77,11 @@ def capture_layers(runner_module: ModuleType) -> None:
     """Let ``CudaGraphManager`` of vLLM's module ``vllm.v1.worker.gpu.cudagraph_utils`` capture a
     second graph of each step with prefills, with the KDA layers inside; a second call changes
     nothing."""
+    if seams.difference(VLLM_CAPTURE) is not None:
+        return
     manager = runner_module.CudaGraphManager
-    init = getattr(manager, "init_breakable_cg_runner", None)
-    run = getattr(manager, "run_pw_graph", None)
-    if init is None or run is None or hasattr(run, _INSTALLED):
+    init, run = manager.init_breakable_cg_runner, manager.run_pw_graph
+    if hasattr(run, _INSTALLED):
         return
 
     @functools.wraps(init)
@@ -94,6 +90,7 @@ def capture_layers(runner_module: ModuleType) -> None:
             self.breakable_cg_runner is None
             and key_fn is None
             and refusal(self.vllm_config) is None
+            and seams.refusal(VLLM_CAPTURE) is None
         ):
             tables = _tables_of(model, self.device)
             if tables is not None:
@@ -181,6 +178,9 @@ def add_sizes(config: Any, resolve: Any) -> None:
 
 def refusal(config: Any) -> str | None:
     """Why the sizes stay vLLM's, or ``None``."""
+    if (reason := seams.refusal(VLLM_GRAPHS)) is not None:
+        say(f"prefill graphs keep vLLM's sizes: {reason}")
+        return reason
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform

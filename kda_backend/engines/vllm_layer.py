@@ -14,6 +14,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
+from backend_core.engines import seams
 from backend_core.engines.log import chosen
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, requested, say
 from backend_core.strict import fallback
@@ -35,6 +36,7 @@ def runtime_of(
     vllm_config: VllmConfig,
     module: Any,
     lower_bound: float | None,
+    part: seams.Part,
     *,
     checkpoints: bool = False,
     refusal: str | None = None,
@@ -47,6 +49,7 @@ def runtime_of(
     Args:
         module: the engine's layer: its heads, states and caches.
         lower_bound: of its gate; ``None`` without one.
+        part: what is relied on of the layer.
         checkpoints: its metadata may ask for states inside of prefills.
         refusal: why a layer of this kind cannot be served, which its adapter has found.
     """
@@ -58,7 +61,7 @@ def runtime_of(
         *(heads, heads, dim, dim, lower_bound is not None, dtype, dtype),
         deterministic_prefix=deterministic_prefix(),
     )
-    refusal = refusal or _refusal(vllm_config, module, lower_bound)
+    refusal = refusal or seams.refusal(part) or _refusal(vllm_config, module, lower_bound)
     speculative = vllm_config.speculative_config
     if refusal is None:
         try:

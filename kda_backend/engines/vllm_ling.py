@@ -14,8 +14,8 @@ from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from backend_core.engines.seams import Part
 from kda_backend.engines.vllm_convs import SeparateConvs
-from kda_backend.engines.vllm_seams import changed
 from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
 
 _OP = "kda_dsv4_core"
@@ -50,7 +50,7 @@ direct_register_custom_op(
 )
 
 
-def layer_class(upstream: Any) -> Any:
+def layer_class(upstream: Any, part: Part) -> Any:
     """Our class in the place of ``upstream``, ``BailingMoeV3KimiDeltaAttention``."""
 
     class KdaLayer(SeparateConvs, HonoursStateDtype, upstream):  # type: ignore[misc]
@@ -58,8 +58,7 @@ def layer_class(upstream: Any) -> Any:
             super().__init__(*args, **kwargs)
             vllm_config = get_current_vllm_config()
             self.kda_lower_bound = self.lower_bound if self.safe_gate else None
-            odd = changed(upstream, "forward", {"hidden_states", "positions", "output"})
-            if not self.take_over(vllm_config, odd):
+            if not self.take_over(vllm_config, part):
                 expect_upstreams_dtype(self, upstream, vllm_config)
                 self.__class__ = upstream
                 return

@@ -40,7 +40,7 @@ class ExportsCheckpoints:
         )
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
-        """vLLM 0.33 makes the blocks of its prefix cache multiples of it."""
+        """vLLM makes the blocks of its prefix cache multiples of it."""
         return CHUNK if self.exports else None
 
 

@@ -2,8 +2,8 @@
 
 Their convolutions lie in one weight and their norm is in ``_forward``; upstream's ``forward``
 stays. Kimi-K3's forget gate has a lower bound, and its prefills export states that the prefix cache
-keeps. Kimi-Linear's metadata can ask for these from 0.32 on, although upstream's layer exports
-none: there the scheduler ends a step at the last block of a prompt, and runs the tokens after it in
+keeps. Kimi-Linear's metadata can ask for these, although upstream's layer exports none: there the
+scheduler ends a step at the last block of a prompt, and runs the tokens after it in
 a step of their own.
 """
 
@@ -14,23 +14,19 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
+from backend_core.engines.seams import Part
 from kda_backend.contract.values import GateSpec
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints, KeepsLengths
-from kda_backend.engines.vllm_seams import changed
 from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
 from kda_backend.engines.vllm_tables import breaks_without_tables
 from kda_backend.layer import LayerWeights
 
-_FORWARD = {"mixed_qkv", "g1", "g2", "beta", "core_attn_out"}
 
-
-def layer_class(upstream: Any) -> Any:
+def layer_class(upstream: Any, part: Part) -> Any:
     """Our class in the place of ``upstream``, ``KimiGatedDeltaNetAttention`` or the platform's own
     ``KimiK3DeltaAttention``."""
-    is_k3 = "K3" in upstream.__name__
 
     class KdaLayer(KeepsLengths, ExportsCheckpoints, HonoursStateDtype, upstream):  # type: ignore
         kda_weights: LayerWeights | None = None
@@ -42,17 +38,14 @@ def layer_class(upstream: Any) -> Any:
         ) -> None:
             """``options`` are those of upstream's class on this platform and in this release."""
             super().__init__(config, vllm_config, prefix, **options)
-            if is_k3:  # AMD's layer has an option against it
-                asked = bool(getattr(self, "use_prefill_checkpoint", True))
-                self.exports = "get_kv_cache_spec" in vars(upstream) and asked
-            else:
-                self.exports = "checkpoint" in GDNAttentionMetadata.__dataclass_fields__
+            # Kimi-K3's layer on AMD has an option against it
+            self.exports = bool(getattr(self, "use_prefill_checkpoint", True))
             self.kda_runtime = runtime_of(
                 vllm_config,
                 self,
                 self.gate_lower_bound,
+                part,
                 checkpoints=self.exports,
-                refusal=changed(upstream, "_forward", _FORWARD),
             )
             if self.kda_runtime is None:
                 expect_upstreams_dtype(self, upstream, vllm_config)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel, get_spec
 
-from backend_core.engines import ENGINES, Engine
 from backend_core.engines.log import chosen
 from backend_core.engines.sglang_flag import (
     SglangBackendClaim,
@@ -23,19 +22,33 @@ from backend_core.engines.sglang_flag import (
     register_family,
     say,
 )
+from backend_core.family import ModelConfig
 from backend_core.target import detect_target
 from mla_backend.beside import result_file, sizes_in_words
+from mla_backend.engines import seam_list
 from mla_backend.engines.mla_decoder import decode_paths
 from mla_backend.engines.sglang_facts import KERNELS, PAGE_MULTIPLE, mla_layers
-
-SERVED = Engine("sglang", "0.5.23", "0.5.23")
-"""The releases whose calls of FlashMLA are known here."""
+from mla_backend.family import model_refusal
 
 
 def register() -> None:
     """Make ``mla`` known; see `sglang_flag.register_family` for what it raises."""
-    sparse = SglangLayerClaim("sparse_mla", "DeepSeek-V4 attention", _present, _install)
-    register_family("mla", [SglangBackendClaim("mla", "MLA", choose), sparse])
+    dense = SglangBackendClaim(
+        "mla",
+        "MLA",
+        seam_list.SGLANG_DENSE,
+        lambda config: not _is_v4(config) and model_refusal(config) is None,
+        choose,
+    )
+    sparse = SglangLayerClaim(
+        "sparse_mla",
+        "DeepSeek-V4 attention",
+        seam_list.SGLANG_SPARSE,
+        _is_v4,
+        _present,
+        _install,
+    )
+    register_family("mla", [dense, sparse])
 
 
 def choose(runner: Any, upstream: Any) -> type | str:
@@ -61,8 +74,6 @@ def choose(runner: Any, upstream: Any) -> type | str:
         )
     from mla_backend.engines import sglang_mla
 
-    if (odd := sglang_mla.changed()) is not None:
-        return odd
     selection = paths.served[1]
     say(
         *chosen(
@@ -110,6 +121,10 @@ def _layer_refusal(runner: Any, upstream: Any) -> str | None:
     return None
 
 
+def _is_v4(config: ModelConfig) -> bool:
+    return config.get("model_type") in ("deepseek_v4", "deepseek_v41")
+
+
 def _present(backend: Any, runner: Any) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_v4
 
@@ -117,13 +132,6 @@ def _present(backend: Any, runner: Any) -> bool:
 
 
 def _install(backend: Any, runner: Any) -> None:
-    version = ENGINES["sglang"].installed() or ""
-    if not SERVED.supports(version):
-        say(
-            "DeepSeek-V4 attention stays sglang's: its calls are made here in"
-            f" {SERVED.supported}, got {version}"
-        )
-        return
     from mla_backend.engines import sglang_sparse
 
     sglang_sparse.install(backend, runner)

@@ -19,36 +19,12 @@ import torch
 from sglang.srt.layers.attention import flashattention_backend
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
-from backend_core.engines.calls import odd_arguments, odd_callee, odd_calls, odd_signature
 from backend_core.target import detect_target
 from mla_backend.engines.mla_decoder import MlaDecoder, MlaStep
 from mla_backend.engines.sglang_facts import KERNELS, mla_layers
 
 _CALL = "flash_attn_with_kvcache"
-# what is read here of the call, and what holds no choice for the layers and steps that are served
-_READ = {"q", "qv", "k_cache", "v_cache", "softmax_scale", "page_table", "cache_seqlens"}
-_FIXED = {
-    *("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "causal", "softcap", "num_splits", "ver"),
-    *("k_descale", "v_descale", "return_softmax_lse", "window_size"),
-}
-_METADATA = {"cache_seqlens_int32", "page_table"}
 _step: ContextVar[MlaStep | None] = ContextVar("step", default=None)
-
-
-def changed() -> str | None:
-    """Why this release's backend cannot be subclassed here, asked at load."""
-    kind = FlashAttentionBackend
-    before = {"forward_batch", "in_capture"}
-    decode = {"q", "k", "v", "layer", "forward_batch", "save_kv_cache"}
-    fields = flashattention_backend.FlashAttentionMetadata.__dataclass_fields__.keys()
-    return (
-        odd_signature(kind.init_forward_metadata, {"forward_batch"}, set())
-        or odd_signature(kind.init_forward_metadata_out_graph, before, set())
-        or odd_signature(kind.forward_decode, decode)
-        or odd_arguments("FlashAttentionMetadata", fields, _METADATA, fields)
-        or odd_callee(getattr(flashattention_backend, _CALL), _READ, _FIXED)
-        or odd_calls(kind.forward_decode, _CALL, _READ, _FIXED, naming="qv")
-    )
 
 
 class SplitKvAttnBackend(FlashAttentionBackend):  # type: ignore[misc]
@@ -134,11 +110,9 @@ def attend(step: MlaStep, call: dict[str, Any]) -> torch.Tensor:
     """The call of FlashAttention that a layer makes in a planned step.
 
     Raises:
-        ValueError: an argument is unknown or missing, or a tensor is not as `MlaStep` takes it, or
-            not the step's; nothing has been written then.
+        ValueError: a tensor is not as `MlaStep` takes it, or not the step's; nothing has been
+            written then.
     """
-    if (odd := odd_arguments(f"the call of {_CALL}", call.keys(), _READ, _FIXED)) is not None:
-        raise ValueError(odd)
     lengths = call["cache_seqlens"]
     if lengths.data_ptr() != step.plan.lengths.data_ptr():
         raise ValueError("cache_seqlens must be the lengths that the step was planned for")

@@ -19,12 +19,12 @@ import torch
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
 from sglang.srt.models.deepseek_v4 import MQALayer
 
-from backend_core.engines.calls import odd_signature
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from mla_backend.beside import Beside
-from mla_backend.engines.flash_mla_calls import DECODE, PREFILL, changed, make
+from mla_backend.engines.flash_mla_calls import make
+from mla_backend.engines.seam_list import DECODE, PREFILL
 from mla_backend.engines.sparse_layer import (
     MIN_WIDTH,
     Form,
@@ -45,14 +45,6 @@ def install(backend: Any, runner: Any) -> None:
         say(f"DeepSeek-V4 attention stays {type(backend).__name__}'s: {stays}")
         return
     target, scratch = detect_target(backend.device), SplitScratch(backend.device)
-    from sglang.kernels.ops.attention import flash_mla_interface  # needs FlashMLA itself
-
-    prefill = flash_mla_interface.flash_mla_sparse_fwd
-    odd = changed(type(backend), backend._flash_mla_with_kvcache, prefill)
-    odd = odd or odd_signature(backend._forward_prefill_sparse, {"compress_ratio"})
-    if odd is not None:
-        fallback(f"--attention-backend dsv4: {odd}")
-        return
     served: dict[int, SparseLayer] = {}
     native: list[Any] = []
     said: set[str] = set()

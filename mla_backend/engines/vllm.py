@@ -1,7 +1,6 @@
 """vLLM: its MLA layers on this family, where it is ahead of vLLM's own choice.
 
-    vllm serve MODEL --attention-backend MLA   # 0.32 and newer; KDA turns it on too
-    vllm serve MODEL --attention-backend CUSTOM    # 0.30 and 0.31, which take no new names
+    vllm serve MODEL --attention-backend MLA   # KDA turns it on too
 
 The flag is `backend_core.engines.vllm_flag`'s. What serves is a subclass of what vLLM chooses by
 itself, so that caches, and steps in which vLLM's kernel is ahead, stay as they are: of its backend
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from backend_core.engines import Engine, vllm_flag
+from backend_core.engines import seams, vllm_flag
 from backend_core.engines.log import chosen
 from backend_core.engines.vllm_flag import (
     Request,
@@ -29,17 +28,17 @@ from backend_core.engines.vllm_flag import (
 from backend_core.strict import fallback
 from backend_core.target import Target, detect_target
 from mla_backend.beside import Beside, result_file, sizes_in_words
+from mla_backend.engines import seam_list
 from mla_backend.engines.mla_decoder import decode_paths
 from mla_backend.engines.vllm_facts import KERNELS, one_rank_refusal, query_tokens
 from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
 
 FAMILY = "mla"
 SPARSE = ("vllm.models.deepseek_v4.attention", "vllm.models.deepseek_v41.attention")
-FLASHMLA = tuple(
-    f"vllm.models.deepseek_{model}.nvidia.flashmla.DeepseekV4FlashMLAAttention"
-    for model in ("v4", "v41")
-)
-_V41 = Engine("vllm", "0.33.0", None)  # the first release whose V4.1 was read
+FLASHMLA = {
+    "vllm.models.deepseek_v4.nvidia.flashmla.DeepseekV4FlashMLAAttention": seam_list.VLLM_V4,
+    "vllm.models.deepseek_v41.nvidia.flashmla.DeepseekV4FlashMLAAttention": seam_list.VLLM_V41,
+}
 
 
 def register() -> None:
@@ -63,10 +62,7 @@ def adopt(layer: Any, vllm_config: Any) -> None:
     if (name := f"{kind.__module__}.{kind.__qualname__}") not in FLASHMLA:
         _stays(kind, "the calls that are served are FlashMLA's")
         return
-    if name == FLASHMLA[1] and not _V41.supports(version := str(_V41.installed())):
-        _stays(kind, f"DeepSeek-V4.1 is served in vllm 0.33.0 and newer, got {version}")
-        return
-    reason = vllm_flag.broken(FAMILY)
+    reason = vllm_flag.broken(FAMILY) or seams.refusal(FLASHMLA[name])
     if reason is None:
         try:
             ours = importlib.import_module("mla_backend.engines.vllm_sparse")
@@ -103,10 +99,10 @@ def choose(request: Request) -> type[Any] | str:
         return str(error)
     if not paths.served:
         return paths.why
+    if (reason := seams.refusal(seam_list.VLLM_DENSE)) is not None:
+        return reason
     from mla_backend.engines import vllm_mla
 
-    if (odd := vllm_mla.changed()) is not None:
-        return odd
     _explain(paths, request.num_heads, name, target)
     return vllm_mla.BACKENDS[name]
 

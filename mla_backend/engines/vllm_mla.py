@@ -9,7 +9,7 @@ what a CUDA graph is keyed by: a graph is never replayed for a step of the other
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,34 +20,12 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
     FlashAttnMLAMetadataBuilder,
 )
 
-from backend_core.engines.calls import odd_arguments, odd_signature
 from backend_core.engines.vllm_flag import log_failed_step
 from backend_core.target import detect_target
 from mla_backend.contract.mla_decode import split_cache
 from mla_backend.engines.mla_decoder import MlaDecoder, MlaStep
 from mla_backend.engines.vllm_facts import KERNELS, query_tokens
 from mla_backend.spec import LATENT_DIM, ROPE_DIM
-
-_BATCH = {
-    *("block_table_tensor", "seq_lens_device", "max_seq_len", "query_start_loc_cpu"),
-    *("query_start_loc_device", "num_decode_tokens", "dcp_tot_seq_lens_device"),
-}
-_DECODE = {
-    *("block_table", "seq_lens", "dcp_tot_seq_lens"),
-    *("query_start_loc", "max_query_len", "max_seq_len"),
-}
-
-
-def changed() -> str | None:
-    """Why this release's classes cannot be subclassed here, asked at load."""
-    fields = FlashAttnMLADecodeMetadata.__dataclass_fields__
-    optional = {name for name, field in fields.items() if field.default is not MISSING}
-    layer = {"q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"}
-    return (
-        odd_signature(FlashAttnMLAMetadataBuilder._build_decode, _BATCH, {"max_query_len"})
-        or odd_arguments("FlashAttnMLADecodeMetadata", fields.keys(), _DECODE, optional)
-        or odd_signature(FlashAttnMLAImpl.forward_mqa, layer, set())
-    )
 
 
 @dataclass

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from backend_core.engines.calls import odd_signature
 from backend_core.engines.vllm_blocks import block_tokens
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, say
 from backend_core.target import Target, detect_target
-from mla_backend.engines.flash_mla_calls import DECODE, PREFILL, changed, make
+from mla_backend.engines.flash_mla_calls import make
+from mla_backend.engines.seam_list import DECODE, PREFILL
 from mla_backend.engines.sparse_layer import (
     MIN_WIDTH,
     Form,
@@ -48,11 +48,6 @@ def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
     failed."""
     kind: Any = type(layer)
     flashmla = sys.modules[kind.__module__]  # of this kind, which calls FlashMLA by these names
-    taken = {"q", "kv", "positions", "output"}
-    odd = changed(kind, getattr(flashmla, DECODE), getattr(flashmla, PREFILL))
-    odd = odd or odd_signature(kind.forward_mqa, taken, set())
-    if odd is not None:
-        return odd
     for name in (DECODE, PREFILL):
         if not hasattr(upstream := getattr(flashmla, name), "_kda_dsv4"):
             setattr(flashmla, name, _here_or_there(name, upstream))

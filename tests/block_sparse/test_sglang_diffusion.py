@@ -84,7 +84,12 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.delitem(
         sys.modules, "block_sparse_backend.engines.sglang_diffusion_backends", raising=False
     )
-    sglang_diffusion.register()
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang_diffusion.seams, "refusal", lambda part: "another sglang")
+        sglang_diffusion.register()
+        assert not registered
+        patch.setattr(sglang_diffusion.seams, "refusal", lambda part: None)
+        sglang_diffusion.register()
     return registered
 
 

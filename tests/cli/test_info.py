@@ -16,6 +16,7 @@ from backend_cli import info as info_module
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.main import app
 from backend_core import __version__
+from backend_core.engines import seams
 from backend_core.family import families
 from backend_core.target import KNOWN_TARGETS
 from tests.cli.program import run
@@ -67,10 +68,10 @@ def test_json_keys_are_the_documented_ones() -> None:
     assert list(found) == [
         *("schema", "python", "packages", "engines", "machine", "strict", "targets")
     ]
-    assert found["schema"] == 2
+    assert found["schema"] == 3
     assert list(found["packages"]) == ["kda-dsv4-backend", "torch", "triton"]
     assert found["packages"]["kda-dsv4-backend"] == __version__
-    engine_keys = {"name", "installed", "supported", "supported_versions"}
+    engine_keys = {"name", "installed", "tested", "tested_versions", "holds"}
     assert [set(engine) for engine in found["engines"]] == [engine_keys] * 3
     assert set(found["machine"]) == {"vendor", "arch", "num_sms", "name"}
     (target,) = found["targets"]
@@ -93,17 +94,23 @@ def test_json_keys_are_the_documented_ones() -> None:
                 assert all(set(row) == row_keys | {"provenance"} for row in selection["rows"])
 
 
-def test_engine_support_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"vllm": "0.33.0", "sglang": "0.4.0", "transformers": None}
     monkeypatch.setattr(
         "backend_core.engines.Engine.installed", lambda engine: versions[engine.name]
     )
-    verdicts = {engine["name"]: engine["supported"] for engine in report()["engines"]}
-    assert verdicts == {"vllm": True, "sglang": False, "transformers": None}
+    monkeypatch.setattr(
+        seams, "difference", lambda part: None if part.engine == "vllm" else "another"
+    )
+    found = {engine["name"]: engine for engine in report()["engines"]}
+    tested = {name: engine["tested"] for name, engine in found.items()}
+    assert tested == {"vllm": True, "sglang": False, "transformers": None}
+    assert found["vllm"]["holds"]["KDA layers of Kimi-K3"] is True
+    assert set(found["sglang"]["holds"].values()) == {False}
     out = run("info")[1]
-    assert "vllm: 0.33.0, supported (supported: 0.30.0 to 0.33.0)" in out
-    assert "sglang: 0.4.0, not supported" in out
-    assert "transformers: not installed" in out
+    assert "engine    vllm 0.33.0: tested; what is relied on holds\n" in out
+    assert "sglang 0.4.0: not tested (0.5.22, 0.5.23 are); left to sglang's own code: flag," in out
+    assert "transformers: not installed (tested: " in out
 
 
 def test_other_targets_on_request() -> None:

@@ -58,6 +58,8 @@ def test_entry_points_are_named_after_families() -> None:
     entries = dict(PROJECT["project"]["entry-points"])
     video = entries.pop("sglang.multimodal_gen.plugins")
     assert video == {"block_sparse": "block_sparse_backend.engines.sglang_diffusion:register"}
+    fla = entries.pop("torch.backends")
+    assert fla == {"kda_dsv4_fla": "kda_backend.fla_backend:autoload"}
     groups = {
         "vllm.general_plugins": entry.register_vllm,
         "sglang.srt.plugins": entry.register_sglang,

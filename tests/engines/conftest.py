@@ -11,7 +11,9 @@ import pytest
 from backend_core import strict
 
 collect_ignore_glob = [
-    f"*/{engine}/*" for engine in ("vllm", "sglang") if importlib.util.find_spec(engine) is None
+    f"*/{folder}/*"
+    for folder, package in (("vllm", "vllm"), ("sglang", "sglang"), ("fla_core", "fla"))
+    if importlib.util.find_spec(package) is None
 ]
 
 

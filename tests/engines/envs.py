@@ -1,14 +1,14 @@
 """Virtual environments that hold a real engine, and the engine tests run in them.
 
-    python tests/engines/envs.py                    # oldest and newest of each, and one other
-    python tests/engines/envs.py all                # every release that is claimed
-    python tests/engines/envs.py vllm==0.30.0 ...   # these alone
+    python tests/engines/envs.py                    # the newest of each, and of one the other
+    python tests/engines/envs.py all                # every tested release
+    python tests/engines/envs.py vllm==0.32.0 ...   # these alone
 
-``envs.toml`` says what goes into each environment, which is made where it is missing. The one
-other release changes by the day, and each comes up within a week. An environment is kept under
-``$XDG_CACHE_HOME/kda-dsv4/engines`` (by default ``~/.cache``), named after its engine and a hash of
-its contents. torch, triton, transformers and pytest are those of the interpreter that runs this
-file, found through a ``.pth`` file: no second torch is downloaded.
+``envs.toml`` says what goes into each environment, which is made where it is missing. The older
+releases take turns by the day. An environment is kept under ``$XDG_CACHE_HOME/kda-dsv4/engines``
+(by default ``~/.cache``), named after its engine and a hash of its contents. torch, triton,
+transformers and pytest are those of the interpreter that runs this file, found through a ``.pth``
+file: no second torch is downloaded.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load_recipes() -> dict[str, dict[str, Any]]:
     for name, own in said.items():
         first = {key: x for key, x in said.get(own.get("like", ""), {}).items() if key != "ci"}
         recipe = {**first, **own}
-        recipe["packages"] = f"{recipe['packages']} {recipe.get('and', '')}".split()
+        recipe["packages"] = recipe["packages"].split()
         recipes[name] = recipe
     return recipes
 
@@ -107,7 +107,7 @@ def environment(name: str, recipe: dict[str, Any]) -> Path:
         _unpack(name, _site_packages(place))
         (place / "complete").touch()
     if not (place / "bytecode").exists():  # else each process compiles the engine's sources anew
-        package = _site_packages(place) / name.split("==")[0]
+        package = _site_packages(place) / name.split("==")[0].removesuffix("-core")
         subprocess.run([python, "-m", "compileall", "-q", "-j", "0", package], check=False)
         (place / "bytecode").touch()
     _link(place)
@@ -116,7 +116,7 @@ def environment(name: str, recipe: dict[str, Any]) -> Path:
 
 def places_of(name: str) -> list[Path]:
     """The folders of an engine's tests, one of each family."""
-    return sorted(Path(__file__).parent.glob(f"*/{name.split('==')[0]}"))
+    return sorted(Path(__file__).parent.glob(f"*/{name.split('==')[0].replace('-', '_')}"))
 
 
 def run_tests(python: Path, place: Path, recipe: dict[str, Any]) -> tuple[int, str]:

@@ -6,42 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from backend_core.engines import ENGINES, flag_name
+from backend_cli.serve import SERVERS
+from backend_core.engines import ENGINES
 from tests.engines.envs import LONG, load_recipes, places_of, releases_of_the_day
 
 RECIPES = load_recipes()
+FLA = "fla-core==0.6.0"
 
 
-def of(engine: str, names: list[str]) -> list[str]:
-    return [name for name in names if name.startswith(f"{engine}==")]
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_oldest_and_the_newest_release_are_run_every_day(engine: str) -> None:
-    first, last = (
-        f"{engine}=={release}" for release in (ENGINES[engine].first, ENGINES[engine].last)
-    )
-    releases = of(engine, list(RECIPES))
-    assert releases[0] == first and releases[-1] == last
-    for day in range(20):
-        chosen = releases_of_the_day(RECIPES, day)
-        assert len(chosen) == 5 and {first, last} <= set(chosen)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_every_other_release_comes_up_within_a_week(engine: str) -> None:
-    week = {name for day in range(100, 107) for name in releases_of_the_day(RECIPES, day)}
-    assert set(of(engine, list(RECIPES))) <= week
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_no_claimed_release_is_left_out(engine: str) -> None:
-    """Releases are numbered without a gap."""
-    numbers = [name.split("==")[1] for name in of(engine, list(RECIPES))]
-    place = 1 if engine == "vllm" else 2
-    counts = [int(number.split(".")[place]) for number in numbers]
-    assert counts == list(range(counts[0], counts[-1] + 1))
-    assert all(ENGINES[engine].supports(number) for number in numbers)
+def test_the_tested_releases_have_a_recipe_and_the_newest_are_run_every_day() -> None:
+    said = [f"{name}=={version}" for name in SERVERS for version in ENGINES[name].tested]
+    assert list(RECIPES) == [*said, FLA]
+    newest = {f"{name}=={ENGINES[name].tested[-1]}" for name in SERVERS}
+    days = [releases_of_the_day(RECIPES, day) for day in range(100, 102)]
+    assert all(len(day) == 4 and {*newest, FLA} <= set(day) for day in days)
+    assert {name for day in days for name in day} == set(RECIPES)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -54,27 +33,5 @@ def test_every_familys_tests_are_run(engine: str) -> None:
 
 def test_a_recipe_is_complete_where_it_takes_another_ones_packages() -> None:
     for name, recipe in RECIPES.items():
-        assert len(recipe["packages"]) > 40, name
+        assert len(recipe["packages"]) > 40 or name == FLA
         assert all("==" in package for package in recipe["packages"])
-        assert (recipe.get("ci") == "always") == (
-            name.split("==")[1] in ("0.30.0", "0.33.0", "0.5.20", "0.5.23")
-        )
-
-
-@pytest.mark.parametrize(
-    ("engine", "version", "name"),
-    [
-        ("vllm", "0.30.0", "CUSTOM"),
-        ("vllm", "0.31.0+cu130", "CUSTOM"),
-        ("vllm", "0.32.0", "KDA"),
-        ("vllm", "0.33.0rc1", "KDA"),
-        ("sglang", "0.5.20", "kda"),
-    ],
-)
-def test_the_flags_name_follows_the_release(engine: str, version: str, name: str) -> None:
-    assert flag_name(engine, "kda", version) == name
-
-
-def test_an_engine_without_the_flag_is_refused() -> None:
-    with pytest.raises(ValueError, match="engine must be vllm or sglang, got transformers"):
-        flag_name("transformers", "kda")

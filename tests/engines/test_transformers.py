@@ -13,7 +13,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
 from backend_cli import demo
 from backend_cli.eval import recall_task as recall
-from backend_core.engines import ENGINES, Engine
+from backend_core.engines import Engine
 from backend_core.strict import FallbackError
 from benchmarks.recall.canary import with_transposed_state
 from kda_backend.engines import transformers as kda
@@ -182,18 +182,16 @@ def test_undo_restores_the_same_objects() -> None:
     assert all(getattr(modeling, n) is f for n, f in zip(OPERATORS, upstream, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        (Engine("transformers", "99.0", None), r"transformers must be >= 99.0, got \d"),
-        (Engine("no-such-distribution", "5.17", None), "transformers >= 5.17 is not installed"),
-    ],
-)
-def test_unsupported_versions_are_refused(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, message: str
-) -> None:
-    monkeypatch.setitem(ENGINES, "transformers", engine)
-    with pytest.raises(ImportError, match=message):
+def test_without_transformers_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "installed", lambda engine: None)
+    with pytest.raises(ImportError, match="transformers is not installed"):
+        kda.enable()
+    assert not kda.is_enabled()
+
+
+def test_a_release_without_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kda, "_MODULE", "transformers.models.kimi_linear.modeling_other")
+    with pytest.raises(ImportError, match=r"transformers \d\S* has no transformers\.models\.kimi"):
         kda.enable()
     assert not kda.is_enabled()
 

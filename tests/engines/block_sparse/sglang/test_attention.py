@@ -1,5 +1,5 @@
-"""Attention of sglang's own video server, release 0.5.23: its plug-in loader, its server arguments,
-its attention layer and its Wan transformer on a CPU, under the three names that are served here.
+"""Attention of sglang's own video server: its plug-in loader, its server arguments, its attention
+layer and its Wan transformer on a CPU, under the three names that are served here.
 
 Kernels run in Triton's interpreter. Nothing of sglang is replaced.
 """

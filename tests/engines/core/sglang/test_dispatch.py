@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from backend_core.engines import sglang_flag
+from backend_core.engines.seams import Part
 from backend_core.engines.sglang_flag import SglangBackendClaim
 from kda_backend.engines.sglang_kernel import KdaKernel
 from tests.engines.kda.sglang.harness import Served
+
+PART = Part("sglang", "full attention", ())
 
 
 class Ours:
@@ -30,7 +33,9 @@ def families(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def claim(answer: type | str, kind: str = "attention") -> tuple[SglangBackendClaim]:
-    return (SglangBackendClaim(kind, "full-attention", lambda runner, upstream: answer),)
+    return (
+        SglangBackendClaim(kind, "full-attention", PART, bool, lambda runner, upstream: answer),
+    )
 
 
 def test_two_families_serve_one_model(families: Any, log_lines: list[str]) -> None:

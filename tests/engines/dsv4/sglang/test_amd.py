@@ -121,7 +121,7 @@ def test_sglangs_own_kernel_puts_codes_in_the_same_tiles(monkeypatch: pytest.Mon
 
 
 def test_sglangs_own_kernel_puts_codes_in_the_same_planes() -> None:
-    """The same with its Triton writer of aiter's MXFP4 pages, which 0.5.22 brought."""
+    """The same with its Triton writer of aiter's MXFP4 pages."""
     found = [name for name in PLANE_WRITERS if importlib.util.find_spec(name) is not None]
     writers = [importlib.import_module(name) for name in found]
     writers = [module for module in writers if hasattr(module, "store_fp4_index_k_cache_split")]

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang
 import torch
 
-from backend_core.engines import Engine
+from backend_core.engines import seams
+from dsv4_backend.engines.seam_list import SGLANG_V41
 
-if not Engine("sglang", "0.5.23", None).supports(sglang.__version__):
-    pytest.skip("served from 0.5.23 on", allow_module_level=True)
+if seams.difference(SGLANG_V41) is not None:
+    pytest.skip("0.5.22 is not served", allow_module_level=True)
 
 from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 from sglang.srt.environ import envs
@@ -162,7 +162,7 @@ class Served:
         self.held: tuple[torch.Tensor, ...] | None = None  # as a graph holds a step's tensors
         self.layers = {ratio: self.make(ratio) for ratio in LAYERS}
         if ours:
-            flag._install(self.backend, None)
+            flag._install_v41(self.backend, None)
 
     def make(self, ratio: int) -> Any:
         definition = make_layer(ratio)
@@ -437,16 +437,13 @@ def refuse(served: Served, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
         pool.kv_layout = KVLayout.V41
     elif what == "ROCm":
         monkeypatch.setattr(torch.version, "hip", "7.0")
-    elif what == "Other has a _low_ratio_compress":
-        backend.__class__ = Other
     else:
-        taken = adapter._TAKEN[adapter._EAGER]
-        monkeypatch.setitem(adapter._TAKEN, adapter._EAGER, taken - {"req"})
+        backend.__class__ = Other
 
 
 @pytest.mark.parametrize(
     "what",
-    ["context", "e4m3", "V41_FP4", "ROCm", "Other has a _low_ratio_compress", "req"],
+    ["context", "e4m3", "V41_FP4", "ROCm", "Other has a _low_ratio_compress"],
 )
 def test_what_is_not_served_stays_sglangs_and_is_named(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str], what: str
@@ -455,12 +452,12 @@ def test_what_is_not_served_stays_sglangs_and_is_named(
     refuse(served, monkeypatch, what)
     before = dict(vars(served.backend))
     for _ in range(2):  # the backends of two devices, or of drafts
-        flag._install(served.backend, None)
+        flag._install_v41(served.backend, None)
     assert vars(served.backend) == before
     assert len([line for line in log_lines if what in line]) == 1
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match=what):
-        flag._install(served.backend, None)
+        flag._install_v41(served.backend, None)
 
 
 @pytest.mark.parametrize("what", ["one eps", "no indexer's keys", "is not replaced", "RoPE"])

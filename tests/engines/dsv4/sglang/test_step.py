@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -276,19 +275,6 @@ def test_a_pool_that_moves_is_bound_anew(no_stock: None) -> None:
     assert torch.equal(first, served.engine.cache)
 
 
-def test_a_step_that_sglang_changed_stays_upstreams(
-    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def changed(self: Any, *, kv_score_buffer: Any, quantiser: Any) -> None:
-        pass
-
-    monkeypatch.setattr(CompressorBackendMixin, STEP, changed)
-    served = Served("indexer_fp8")
-    assert STEP not in vars(served.backend)
-    assert "must have the arguments that are known here" in "\n".join(log_lines)
-    assert "quantiser" in "\n".join(log_lines)
-
-
 def test_a_backend_with_a_step_of_its_own_stays_upstreams(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,22 +282,6 @@ def test_a_backend_with_a_step_of_its_own_stays_upstreams(
     served = Served("indexer_fp8")
     assert STEP not in vars(served.backend)
     assert "Backend has a step of its own, which is not replaced" in "\n".join(log_lines)
-
-
-def test_the_seams_are_what_they_were() -> None:
-    """What is replaced, called or read, by signature and field."""
-    step = inspect.signature(getattr(CompressorBackendMixin, STEP)).parameters
-    taken = sglang_compressor._TAKEN
-    assert taken <= set(step) <= taken | sglang_compressor._ADDED
-    assert all(step[name].kind is inspect.Parameter.KEYWORD_ONLY for name in taken - {"self"})
-    source = inspect.getsource(CompressorBackendMixin.forward_unified)
-    assert f"self.{STEP}(" in source
-    metadata = inspect.signature(CompressorBackendMixin._get_paged_compress_metadata).parameters
-    assert list(metadata) == ["self", "compress_ratio"]
-    out_loc = inspect.signature(CompressorBackendMixin._get_out_loc).parameters
-    assert list(out_loc) == ["self", "compress_ratio"]
-    assert CompressorDecodePlan._fields == ("compress_ratio", "plan_d")
-    assert CompressorPrefillPlan._fields[:3] == ("compress_ratio", "plan_c", "plan_w")
 
 
 @pytest.mark.parametrize("planted", [False, True])

@@ -1,8 +1,7 @@
 """vLLM's fp8 indexer on ROCm: what this writes is what the release's own readers take.
 
-The op that vLLM runs there reads pages that the adapter wrote: at prefill by its own Triton kernel,
-at decode by its own from 0.31 on, and by aiter's in 0.30, in whose place `tests.dsv4.readers`
-stands. What tells vLLM that it runs on ROCm is set by hand.
+The op that vLLM runs there reads pages that the adapter wrote by its own kernels, at prefill and at
+decode. What tells vLLM that it runs on ROCm is set by hand.
 """
 
 from __future__ import annotations
@@ -17,23 +16,18 @@ import torch
 from vllm._aiter_ops import rocm_aiter_ops
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
-from backend_core.engines import ENGINES, Engine, entry
-from backend_core.strict import FallbackError
+from backend_core.engines import entry, seams
 from backend_core.target import KNOWN_TARGETS
 from dsv4_backend import reference, torch_step
 from dsv4_backend import step as dsv4_step
-from dsv4_backend.engines import vllm_compressor, vllm_rocm
+from dsv4_backend.engines import vllm_compressor
+from dsv4_backend.engines.seam_list import VLLM_AMD
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
-from tests.dsv4.readers import READERS
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config
 from tests.engines.dsv4.vllm.test_compressor import check, serve
 
 entry.vllm.dsv4()
 
-VERSION = ENGINES["vllm"].installed()
-assert VERSION is not None
-FLAT = Engine("vllm", "0.31.0", None).supports(VERSION)
-FORMAT = "indexer_fp8" if FLAT else "indexer_fp8_tiles"
 PAGE = 64  # compressed tokens in the one block size that vLLM's indexer has
 LENGTHS = [290, 17]
 STEPS = [
@@ -52,53 +46,28 @@ class EndOfReadError(Exception):
 @pytest.fixture
 def readers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of vLLM's readers, as if imported on an MI355X with aiter."""
-    module = importlib.import_module(vllm_rocm._READERS)
-    aiter = SimpleNamespace(deepgemm_fp8_paged_mqa_logits=as_aiter_reads)
-    monkeypatch.setattr(vllm_rocm, "current_platform", SimpleNamespace(is_rocm=lambda: True))
+    module = importlib.import_module("vllm.v1.attention.ops.rocm_aiter_mla_sparse")
+    rocm = SimpleNamespace(is_rocm=lambda: True, is_cuda=lambda: False)
+    monkeypatch.setattr(vllm_compressor, "current_platform", rocm)
     monkeypatch.setattr(module, "_ON_GFX950", True)
-    monkeypatch.setattr(module, "paged_mqa_logits_module", lambda: aiter)
     monkeypatch.setattr(rocm_aiter_ops, "is_enabled", lambda: True)
     # as on a GPU, where vLLM chooses the size of blocks once the model is built
     monkeypatch.setattr(engine_config(flag=True).cache_config, "block_size", 16)
     return module
 
 
-def as_aiter_reads(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    weights: torch.Tensor,
-    out: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_model_len: int,
-    *,
-    Preshuffle: bool,
-    KVBlockSize: int,
-    **tuning: int,
-) -> None:
-    """aiter's ``deepgemm_fp8_paged_mqa_logits`` of one row."""
-    assert Preshuffle and KVBlockSize == kv_cache.shape[1] == PAGE
-    pages = torch.stack([page.flatten() for page in kv_cache[block_tables[0].long()]])
-    plain = READERS["indexer_fp8_tiles"]([pages], PAGE)
-    codes, scales = plain[:, : PAGE * 128], plain[:, PAGE * 128 : PAGE * 132]
-    keys = codes.view(torch.float8_e4m3fn).float().view(-1, 128)
-    scores = (keys @ q[0, 0].float().T).relu() @ weights[0].float()
-    out[0, : len(keys)] = scores * scales.contiguous().view(torch.float32).flatten()
-
-
-def written(readers: ModuleType | None) -> Step:
+def written() -> Step:
     config = engine_config(flag=True)
     ours = build(config, "indexer_fp8")
-    cache_format = FORMAT if readers else "indexer_fp8"
-    assert type(ours) is FusedCompressor and ours.cache_format == cache_format
-    step = Step(ours, cache_format, LENGTHS, page_tokens=PAGE)
+    assert type(ours) is FusedCompressor and ours.cache_format == "indexer_fp8"
+    step = Step(ours, "indexer_fp8", LENGTHS, page_tokens=PAGE)
     check(step, serve(step, STEPS, config))
     return step
 
 
 def plain_records() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slots, codes and scales of the same steps, in flat pages, as they are elsewhere."""
-    engine = written(None).caches
+    """Slots, codes and scales of the same steps."""
+    engine = written().caches
     slots = torch.cat([engine.slot_of[r, : n // 4] for r, n in enumerate(LENGTHS)])
     pages, places = slots // PAGE, slots % PAGE
     codes = engine.cache[:, : PAGE * 128].reshape(-1, PAGE, 128)[pages, places]
@@ -201,10 +170,8 @@ def test_prefill_gathers_the_keys_that_were_written(
         for module in (dsv4_step, vllm_compressor):
             monkeypatch.setattr(module, "detect_target", lambda device: KNOWN_TARGETS[part])
         monkeypatch.setattr(torch_step, "step", None)
-    place, (codes, scales) = read(readers, written(readers), monkeypatch, is_decode=False)
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(vllm_rocm, "current_platform", SimpleNamespace(is_rocm=lambda: False))
-        slots, want_codes, want_scales = plain_records()
+    place, (codes, scales) = read(readers, written(), monkeypatch, is_decode=False)
+    slots, want_codes, want_scales = plain_records()
     assert torch.equal(codes.view(torch.uint8)[place[slots]], want_codes)
     assert torch.equal(scales.contiguous().view(torch.uint8).view(-1, 4)[place[slots]], want_scales)
 
@@ -212,10 +179,8 @@ def test_prefill_gathers_the_keys_that_were_written(
 def test_decode_scores_the_keys_that_were_written(
     readers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, logits = read(readers, written(readers), monkeypatch, is_decode=True)
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(vllm_rocm, "current_platform", SimpleNamespace(is_rocm=lambda: False))
-        slots, codes, scales = plain_records()
+    place, logits = read(readers, written(), monkeypatch, is_decode=True)
+    slots, codes, scales = plain_records()
     q, weights = query()
     keys = reference.decode_e4m3(codes, "ocp").double()
     keys *= scales.contiguous().view(torch.float32).double()
@@ -225,27 +190,12 @@ def test_decode_scores_the_keys_that_were_written(
     assert len(want) == 76 and want.unique().numel() > 70
 
 
-@pytest.mark.parametrize("missing", ["aiter", "its kernel", "its GPU"])
-def test_where_two_readers_differ_upstreams_code_stays(
-    readers: ModuleType, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], missing: str
+def test_readers_of_another_release_leave_the_indexer_to_upstream(
+    readers: ModuleType, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    """Prefill would read tiles and decode flat pages, so that no page is right for both."""
-    if missing == "aiter":
-        monkeypatch.setattr(rocm_aiter_ops, "is_enabled", lambda: None)
-    elif missing == "its kernel":
-        monkeypatch.setattr(readers, "paged_mqa_logits_module", lambda: None)
-    else:
-        monkeypatch.setattr(readers, "_ON_GFX950", False)
-    ours = build(engine_config(flag=True), "indexer_fp8")
-    assert (type(ours) is FusedCompressor) is FLAT
-    if FLAT:
-        assert ours.cache_format == "indexer_fp8"
-        return
-    reason = "vllm's prefill reads the indexer's keys in tiles of 16 tokens, and without aiter's"
-    assert any(reason in line for line in log_lines)
-    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-    with pytest.raises(FallbackError, match="in tiles of 16 tokens"):
-        build(engine_config(flag=True), "indexer_fp8")
+    monkeypatch.setattr(seams, "refusal", {VLLM_AMD: "tiles of 16 tokens"}.get)
+    assert type(build(engine_config(flag=True), "indexer_fp8")) is not FusedCompressor
+    assert log_lines[-1].endswith("--attention-backend DSV4: tiles of 16 tokens")
 
 
 def test_the_main_records_lie_as_elsewhere(readers: ModuleType) -> None:

@@ -478,15 +478,12 @@ def test_refusals(served: Served, change: dict[str, Any], gpu: str, message: str
 
 
 def test_rows_of_requests_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What 0.5.22 and newer do with pipeline parallelism: the row is not the batch's."""
+    """What sglang does with pipeline parallelism: the row is not the batch's."""
     monkeypatch.setenv("SGLANG_ENABLE_PP_SPEC", "1")
     backend = served.backend.linear_attn_backend
     cache = served.pool.mamba2_layer_cache(LAYERS[0])
     reason = sglang_verify.refusal(backend, cache, KNOWN_TARGETS["H200"], one_launch=True)
-    from sglang.srt.layers.attention.linear import utils
-
-    knows = hasattr(utils, "select_verify_intermediate_state_indices")
-    assert (reason is not None and "SGLANG_ENABLE_PP_SPEC" in reason) is knows
+    assert "SGLANG_ENABLE_PP_SPEC" in str(reason)
 
 
 def test_without_drafts_nothing_is_said(log_lines: list[str]) -> None:

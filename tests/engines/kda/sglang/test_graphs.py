@@ -27,15 +27,14 @@ decode: ``_track_mamba_state_decode``          upstream's; a mask and slots in b
 falling back on a ``ValueError``               the contract looks at shapes, dtypes and strides,
                                                which are the captured size's, and reads no value of
                                                a GPU's tensor: here (`DeviceGraph` refuses that)
-prefill: whether it is in a graph              0.5.20 runs KDA between the pieces of prefill graphs,
-                                               by the batch at hand; 0.5.23 captures it on static
+prefill: whether it is in a graph              sglang captures it on static
                                                tables: test_prefill_graph. A prefill in one full
                                                graph is refused by upstream's metadata: here
 prefill: chunks, path of the table, schedule   by the bound that every batch of the bucket respects:
                                                the host's lengths are left aside in a capture:
                                                here, test_prefill_graph
 prefill: whether steps are logits              a property of the model, and in a capture their
-                                               dtype, since 0.5.23 says it wrong: test_prefill_graph
+                                               dtype, since sglang says it wrong: test_prefill_graph
 prefill: ``_Pass``, the plan of a pass         a plan from before a capture is not used in it, nor
                                                one of a capture after it, and the chunk table is
                                                computed in the graph: here, test_prefill_graph

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-if importlib.util.find_spec("sglang.srt.model_executor.runner_utils.forward_batch") is None:
-    pytest.skip("this sglang has no breakable prefill graphs", allow_module_level=True)
-
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
     enable_breakable_cuda_graph,
     is_in_breakable_cuda_graph,

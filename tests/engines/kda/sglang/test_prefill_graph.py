@@ -7,7 +7,6 @@ replayed with other batches, between which sglang writes the tables anew.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,9 +33,6 @@ from tests.engines.kda.sglang.test_layer import (
 from tests.engines.kda.weights import Definition
 
 MODULE = "sglang.srt.layers.attention.linear.kda_prefill_graph"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec(MODULE) is None, reason="this sglang runs KDA outside prefill graphs"
-)
 NEW, SLOTS = [70, 6], [3, 5]
 
 

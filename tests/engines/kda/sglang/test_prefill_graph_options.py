@@ -9,20 +9,11 @@ import pytest
 from sglang.srt.arg_groups import memory_hook
 from sglang.srt.arg_groups.cuda_graph_hook import resolving_view
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
-from sglang.srt.model_executor import cuda_graph_config
 
 from kda_backend.engines import prefill_graphs, sglang_layer, sglang_prefill_graphs
 from tests.engines.kda.sglang.harness import Served, server_args
 
 FLAG = ("--attention-backend", "kda")
-
-
-@pytest.fixture(autouse=True)
-def default_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.5.20 and 0.5.21 have another default where there is no CUDA."""
-    monkeypatch.setattr(
-        cuda_graph_config, "default_prefill_backend", lambda: "breakable", raising=False
-    )
 
 
 @pytest.fixture
@@ -91,8 +82,6 @@ def test_memory_that_graphs_do_not_take_goes_to_the_pools(
 
 def test_a_graph_breaks_at_kda_layers_that_stay_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upstream's kernel takes logits for step sizes in a captured prefill of Kimi-Linear."""
-    if not hasattr(hybrid_linear_attn_backend, "check_cuda_graph_backend"):
-        pytest.skip("this sglang runs KDA outside of prefill graphs")
     monkeypatch.setattr(hybrid_linear_attn_backend, "check_cuda_graph_backend", lambda *_: True)
     served = Served(*FLAG)
     assert served.backend.use_captured_forward_metadata_for_breakable_cuda_graph
@@ -126,8 +115,6 @@ def test_the_largest_graph_follows_from_ranks_and_the_models_mla(
 
 
 def test_mla_layers_of_the_model_break_large_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not hasattr(hybrid_linear_attn_backend, "check_cuda_graph_backend"):
-        pytest.skip("this sglang runs KDA outside of prefill graphs")
     from kda_backend.engines import sglang_mla_breaks
 
     broken: list[tuple[Any, int]] = []

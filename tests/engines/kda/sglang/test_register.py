@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention import attention_registry
-from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend, KDAKernelDispatcher
+from sglang.srt.layers.attention.linear.kda_backend import KDAKernelDispatcher
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
+from backend_core.engines import seams, sglang_flag
 from backend_core.engines.sglang_flag import build_backend
 from backend_core.strict import FallbackError
 from kda_backend.engines import sglang, sglang_layer
-from kda_backend.engines.sglang_kernel import PREFILL_ARGUMENTS, STEP_ARGUMENTS, KdaKernel
+from kda_backend.engines.seam_list import SGLANG_LAYERS
+from kda_backend.engines.sglang_kernel import KdaKernel
 from tests.engines.kda.sglang.harness import Served, server_args
 
 ROOT = Path(__file__).parents[4]
@@ -141,61 +141,6 @@ def test_a_kernel_that_sglang_or_a_flag_chose_is_left_alone(
     assert any("pass --linear-attn-prefill-backend triton" in line for line in log_lines)
 
 
-@pytest.mark.parametrize("name", ["extend", "packed_decode", "decode"])
-def test_every_argument_of_the_upstream_kernel_is_taken(name: str) -> None:
-    """What sglang declares must be known here."""
-    ours = PREFILL_ARGUMENTS if name == "extend" else STEP_ARGUMENTS
-    upstream = set(inspect.signature(getattr(TritonKDAKernel, name)).parameters)
-    assert upstream - ours <= {"mixed_qkv", "kwargs"}
-
-
-def test_what_sglang_passes_by_keyword_is_taken() -> None:
-    """Its kernels take more than they declare; the calls say what."""
-    source = inspect.getsource(KDAAttnBackend.forward_extend)
-    call = source[source.index("kernel_dispatcher.extend(") :]
-    passed = set(re.findall(r"^ +(\w+)=", call[: call.index("\n        )\n")], re.M))
-    assert {"ssm_states", "query_start_loc", "lower_bound"} <= passed
-    assert passed <= PREFILL_ARGUMENTS
-    decode = inspect.getsource(KDAAttnBackend.forward_decode)
-    for name in ("packed_decode", "decode"):
-        call = decode[decode.index(f"kernel_dispatcher.{name}(") :]
-        passed = set(
-            re.findall(
-                r"^ +(\w+)=",
-                call[: call.index(")\n\n" if name == "decode" else "self._track")],
-                re.M,
-            )
-        )
-        assert "ssm_states" in passed
-        assert passed - {"mixed_qkv"} <= STEP_ARGUMENTS
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_an_argument_that_nobody_knows_is_refused_by_its_name(
-    phase: str, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = Served("--attention-backend", "kda").dispatcher.extend_kernel
-    calls: list[dict[str, Any]] = []
-
-    def upstream(self: Any, *tensors: Any, **call: Any) -> str:
-        calls.append(call)
-        return "upstream's"
-
-    method = "extend" if phase == "prefill" else "decode"
-    monkeypatch.setattr(TritonKDAKernel, method, upstream)
-    x = torch.zeros(1, 1, 2, 128)
-    got = getattr(kernel, method)(x, x, x, x, x[..., 0], ssm_states=None, chunk_sparsity=2)
-    assert got == "upstream's" and calls == [{"ssm_states": None, "chunk_sparsity": 2}]
-    reason = (
-        f"{phase}: sglang's {phase} must have the arguments that are known here,"
-        " chunk_sparsity differ"
-    )
-    assert log_lines[-1] == f"falling back to upstream's code: {reason}"
-    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-    with pytest.raises(FallbackError, match="chunk_sparsity differ"):
-        getattr(kernel, method)(x, x, x, x, x[..., 0], ssm_states=None, chunk_sparsity=2)
-
-
 def test_another_scale_is_refused() -> None:
     kernel = Served("--attention-backend", "kda").dispatcher.decode_kernel
     x = torch.zeros(1, 2, 128)
@@ -223,19 +168,20 @@ def test_deterministic_inference_is_upstreams(
         build_backend(lambda *given: built, runner, full)
 
 
-def test_the_seams_are_what_they_were() -> None:
-    """What is hooked, bound over or called, by signature."""
-    wrapper = inspect.unwrap(attention_registry.attn_backend_wrapper)
-    assert list(inspect.signature(wrapper).parameters) == ["runner", "full_attn_backend"]
-    assert list(inspect.signature(KDAAttnBackend.forward_decode).parameters) == [
-        *("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs")
-    ]
-    track = inspect.signature(KDAAttnBackend._track_mamba_state_decode).parameters
-    assert list(track) == [
-        *("self", "forward_batch", "conv_states", "ssm_states", "cache_indices", "layer_id")
-    ]
-    extend = inspect.signature(KDAKernelDispatcher.extend).parameters
-    assert {"ssm_states", "cache_indices", "query_start_loc", "kwargs"} <= set(extend)
+def test_layers_of_another_release_stay_upstreams_and_it_is_said_before_weights_load(
+    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = f"sglang 0.5.24 does not fit the {SGLANG_LAYERS.name}: extend must take 5, got 6"
+    monkeypatch.setattr(seams, "refusal", {SGLANG_LAYERS: reason}.get)
+    served = Served("--attention-backend", "kda")
+    assert type(served.dispatcher.extend_kernel) is TritonKDAKernel
+    assert f"falling back to upstream's code: {reason}" in log_lines
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    loaded: list[object] = []
+    load = sglang_flag._after(sglang_flag._hold, loaded.append)
+    with pytest.raises(FallbackError, match="extend must take 5, got 6"):
+        load(served.runner)
+    assert not loaded
 
 
 LOAD = """
@@ -265,16 +211,16 @@ for place in pathlib.Path(sys.argv[1]).iterdir():
     (place / "status").write_text(str(status))
 """
 UNSUPPORTED = (
-    "import backend_core.engines as engines\n"
-    "engines.ENGINES['sglang'] = engines.Engine('sglang', '9.0.0', '9.1.0')"
+    "from backend_core.engines import entry\n"
+    "entry.difference = lambda part: 'sglang 9.0 does not fit'"
 )
 BROKEN = "sys.modules['kda_backend.engines.sglang'] = None"
 
 
 CASES = [
-    (UNSUPPORTED, "", "0", "sglang must be 9.0.0 to 9.1.0, got 0.5."),
+    (UNSUPPORTED, "", "0", "sglang 9.0 does not fit; --attention-backend means sglang"),
     (UNSUPPORTED, "'--attention-backend', 'kda'", "0", "invalid choice: 'kda'"),
-    (UNSUPPORTED, "", "1", "sglang must be 9.0.0 to 9.1.0, got 0.5."),
+    (UNSUPPORTED, "", "1", "sglang 9.0 does not fit; --attention-backend means sglang"),
     (BROKEN, "", "0", "could not register kda with sglang: ModuleNotFoundError"),
     (BROKEN, "", "1", "could not register kda with sglang: ModuleNotFoundError"),
 ]
@@ -294,7 +240,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_what_cannot_load_serves_stock_or_ends(ended: Path, number: int) -> None:
-    """In a process of its own: unsupported versions and broken installs, normal and strict."""
+    """In a process of its own: releases without the flag's hooks, broken installs; also strict."""
     _, options, strict, line = CASES[number]
     place = ended / f"case {number}, strict {strict}"
     output = (place / "output").read_text()

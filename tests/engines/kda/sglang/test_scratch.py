@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -38,7 +37,7 @@ def test_scratch_memory_is_taken_before_the_pools_are_sized(
         seen.append(vars(self)[sglang_scratch._RESERVED].scratch.nbytes)
 
     monkeypatch.setattr(model_runner.ModelRunner, "alloc_memory_pool", upstream)
-    sglang_flag._reserve_before_pools(model_runner)
+    sglang_flag._wrap_model_runner(model_runner)
     monkeypatch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
     # the interpreter compiles nothing, and a small call takes less than what is asked for here
     monkeypatch.setattr(sglang_layer, "compile_kernels", lambda *_: None)
@@ -58,14 +57,6 @@ def test_scratch_memory_is_taken_before_the_pools_are_sized(
             served.forward(tokens(sum(new), seed=1), batch)
         assert kernel._scratch.nbytes == taken
     assert any("scratch memory of 128 tokens of 4 requests is" in line for line in log_lines)
-
-
-def test_the_seam_of_the_pools_is_in_the_wheel() -> None:
-    from sglang.srt.model_executor import model_runner
-
-    source = inspect.getsource(inspect.unwrap(model_runner.ModelRunner.alloc_memory_pool))
-    assert "self.kv_cache_configurator.configure(" in source  # which sizes the pools
-    assert hasattr(model_runner.ModelRunner.alloc_memory_pool, "_kda_dsv4")
 
 
 @pytest.mark.parametrize("gib", [0.3, 1.5, 30.0])

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 import vllm
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from backend_core.engines import Engine
 from kda_backend.engines.vllm import REPLACED
 from tests.engines.kda.weights import DIM, EPS, HIDDEN, Definition, Weights, drawn
 
@@ -40,30 +39,18 @@ class Model:
         packed: the packed projection's name, and the parts in it by their shard's number.
         config: of the model, from the gate's lower bound.
         build: the layer from its class, the model's configuration, vLLM's and its prefix.
-        checkpoints: the first release whose layer exports states inside of prefills.
+        exports: whether the layer exports states inside of prefills.
     """
 
     name: str
-    modules: tuple[str, ...]
+    module: str
     low_rank: str
     packed: tuple[str, tuple[str, ...]]
     config: Callable[[float | None], Any]
     build: Callable[[Any, Any, VllmConfig, str], Any]
-    checkpoints: str | None
+    exports: bool
     packed_conv: bool = False
     prefixes: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def module(self) -> str:
-        """The module of this release that defines the class."""
-        root = Path(vllm.__file__).parents[1]
-        return next(m for m in self.modules if (root / f"{m.replace('.', '/')}.py").exists())
-
-    @property
-    def exports(self) -> bool:
-        """Whether this release's layer exports states inside of prefills."""
-        first = self.checkpoints
-        return first is not None and Engine("vllm", first, None).supports(vllm.__version__)
 
     def upstream(self) -> Any:
         """vLLM's class."""
@@ -148,41 +135,41 @@ MODELS = {
     for model in (
         Model(
             "Kimi-Linear",
-            (KIMI_LINEAR,),
+            KIMI_LINEAR,
             "fg",
             ("in_proj_qkvgfab", ("q", "k", "v", "b", "f_a")),
             _kimi_linear_config,
             _build,
-            checkpoints="0.32.0",
+            exports=True,
             packed_conv=True,
         ),
         Model(
             "Kimi-K3",
-            ("vllm.models.kimi_k3.nvidia.kda",),
+            "vllm.models.kimi_k3.nvidia.kda",
             "f",
             ("in_proj_qkvgfab", ("q", "k", "v", "g", "f_a", "b")),
             _k3_config,
             _build,
-            checkpoints="0.30.0",
+            exports=True,
             packed_conv=True,
         ),
         Model(
             "GLM-5.3-Flash",
-            ("vllm.models.glm5next.common.kda", "vllm.models.glm5next.nvidia.kda"),
+            "vllm.models.glm5next.common.kda",
             "fg",
             ("in_proj_qkvbfg_a", ("q", "k", "v", "b", "f_a", "g_a")),
             _glm_config,
             _build,
-            checkpoints="0.32.0",
+            exports=True,
         ),
         Model(
             "Ling-V3",
-            ("vllm.model_executor.models.bailing_moe_v3",),
+            "vllm.model_executor.models.bailing_moe_v3",
             "",
             ("qkvb_proj", ("q", "k", "v", "b")),
             _ling_config,
             _build_ling,
-            checkpoints=None,
+            exports=False,
         ),
     )
 }

@@ -39,8 +39,7 @@ def caching_config(*, flag: bool = True, **options: Any) -> VllmConfig:
     cache.mamba_cache_mode = "align"
     cache.mamba_block_size = BLOCK
     cache.hash_block_size = BLOCK
-    if hasattr(cache, "cache_hit_alignment_tokens"):
-        cache.cache_hit_alignment_tokens = BLOCK
+    cache.cache_hit_alignment_tokens = BLOCK
     return config
 
 
@@ -65,7 +64,7 @@ def test_blocks_of_other_sizes_have_checkpoints(model: Model) -> None:
 
 def layer_of(model: Model, config: VllmConfig) -> Any:
     if not model.exports:
-        pytest.skip("upstream's layer of this release has no checkpoints")
+        pytest.skip("upstream's layer has no checkpoints")
     layer = build(model, config)
     bind_cache(layer, config)
     return layer

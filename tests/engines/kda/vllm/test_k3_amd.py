@@ -13,6 +13,7 @@ import torch
 from vllm.model_executor.custom_op import op_registry_oot
 
 from backend_core.testing.numerics import relative_error
+from kda_backend.engines import seam_list
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     DRAFT,
@@ -46,15 +47,13 @@ def a_part_without_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return dataclasses.replace(
-        MODELS["Kimi-K3"], modules=(MODULE,), checkpoints="0.32.0", build=_build
-    )
+    return dataclasses.replace(MODELS["Kimi-K3"], module=MODULE, build=_build)
 
 
 def _build(upstream: Any, config: Any, vllm_config: Any, prefix: str) -> Any:
     """Our class of ROCm's: on this platform it is in the place of nothing."""
     adapter = importlib.import_module("kda_backend.engines.vllm_packed")
-    return adapter.layer_class(upstream)(config, vllm_config, prefix=prefix)
+    return adapter.layer_class(upstream, seam_list.K3_AMD)(config, vllm_config, prefix=prefix)
 
 
 def test_elsewhere_it_replaces_nothing(model: Model) -> None:
@@ -84,8 +83,6 @@ def test_a_step_of_decodes_and_prefills(model: Model) -> None:
 
 def test_checkpoints_beside_a_decode(model: Model) -> None:
     """ROCm's metadata has rows of the prefills alone."""
-    if not model.exports:
-        pytest.skip("upstream's layer of this release has no checkpoints")
     config = caching_config()
     layer = build(model, config)
     bind_cache(layer, config)
@@ -107,8 +104,6 @@ def test_checkpoints_beside_a_decode(model: Model) -> None:
 
 
 def test_the_option_against_checkpoints_is_kept(model: Model) -> None:
-    if not model.exports:
-        pytest.skip("upstream's layer of this release has no checkpoints")
     config = caching_config()
     config.additional_config = {"kda_prefill_checkpoint": False}
     spec = build(model, config).get_kv_cache_spec(config)

@@ -128,13 +128,12 @@ def test_without_breakable_graphs_the_sizes_stay(monkeypatch: pytest.MonkeyPatch
     assert sizes() == OF_VLLM
 
 
-def test_a_release_without_the_function_is_said_once(log_lines: list[str]) -> None:
-    from types import ModuleType
-
-    module = ModuleType("vllm.config.vllm")
-    module.VllmConfig = type("VllmConfig", (), {})  # type: ignore[attr-defined]
-    vllm_graphs.install(module)
-    assert any("keep vLLM's sizes" in line for line in log_lines)
+def test_a_release_whose_graphs_are_others_keeps_its_sizes(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    monkeypatch.setattr(vllm_graphs.seams, "refusal", lambda part: f"no {part.name}")
+    assert sizes() == OF_VLLM
+    assert "keep vLLM's sizes: no prefill graphs" in log_lines[0]
 
 
 @pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}], ids=["", "drafts"])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import types
 from typing import Any
 
 import pytest
 import torch
 
-from backend_core.engines import vllm_flag
+from backend_core.engines import seams
 from backend_core.testing.numerics import relative_error
-from kda_backend.engines import vllm_layer
-from kda_backend.engines.vllm import MODELS as SIZING
+from kda_backend.engines import seam_list, vllm_layer
+from kda_backend.engines import vllm as adapter
 from tests.engines.kda.vllm.harness import (
     bind_cache,
     engine_config,
@@ -70,14 +70,14 @@ def test_without_the_flag_nothing_of_upstreams_changes() -> None:
         assert layer.get_state_dtype()[1] == torch.float32
 
 
-@pytest.mark.parametrize("module", SIZING)
-def test_models_size_their_pages_by_the_option_under_the_flag(
-    module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = getattr(pytest.importorskip(module), SIZING[module])
+@pytest.mark.parametrize("part", seam_list.SIZING, ids=lambda part: part.name)
+def test_models_size_their_pages_by_the_option_under_the_flag(part: seams.Part) -> None:
+    module, _, name = part.seams[-1].place.partition(":")
+    model = name.partition(".")[0]
+    owner = getattr(pytest.importorskip(module), model)
 
     def of(dtype: str, flag: bool) -> Any:
-        return model.get_mamba_state_dtype_from_config(config_of(dtype, flag=flag))[1]
+        return owner.get_mamba_state_dtype_from_config(config_of(dtype, flag=flag))[1]
 
     asked = ("auto", "float32", "bfloat16", "float16")
     assert [of(dtype, flag=True) for dtype in asked] == [
@@ -91,9 +91,6 @@ def test_models_size_their_pages_by_the_option_under_the_flag(
 
 
 def test_a_release_without_the_method_keeps_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = importlib.import_module("kda_backend.engines.vllm")
-    said: list[str] = []
-    monkeypatch.setattr(vllm_flag, "say", said.append)
-    module = type("module", (), {"Model": type("Model", (), {})})
-    adapter._honour_state_dtype("Model", module)
-    assert "the states of Model keep vLLM's dtype" in said[0]
+    monkeypatch.setattr(seams, "difference", lambda part: f"another {part.name}")
+    module = types.ModuleType("without the model")
+    adapter._honour_state_dtype("AliceAIForCausalLM", seam_list.SIZING[0], module)

@@ -80,8 +80,7 @@ class Server:
             page_size=page_size,
             kv_cache_dtype=dtype,
             kv_cache_dtype_str="auto",
-            ps=SimpleNamespace(attn_cp_size=1, attn_tp_size=1, tp_size=1),  # 0.5.20
-            attn_cp_size=1,  # 0.5.21
+            attn_cp_size=1,
             sliding_window_size=None,
             attention_chunk_size=None,
             is_draft_worker=False,

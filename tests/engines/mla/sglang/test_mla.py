@@ -320,38 +320,6 @@ def test_refused_by_name(hopper: None, change: Callable[[Server], None], reason:
     assert chosen(server) == reason
 
 
-@pytest.mark.parametrize("what", ["call", "function", "before", "decode"])
-def test_what_sglang_has_changed_stays_sglangs(
-    hopper: None, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sglang.srt.layers.attention import flashattention_backend as module
-
-    kind, call = module.FlashAttentionBackend, "flash_attn_with_kvcache"
-    if what == "call":
-        monkeypatch.setattr(kind, "forward_decode", GrownCall.forward_decode)
-    elif what == "function":
-        monkeypatch.setattr(module, call, lambda q, k_cache, turn: None)
-    elif what == "before":
-        monkeypatch.setattr(kind, "init_forward_metadata", lambda self, turn: None)
-    else:
-        monkeypatch.setattr(kind, "forward_decode", lambda self, q, turn: None)
-    reason = chosen(Server())
-    assert isinstance(reason, str) and "must have the arguments that are known here" in reason
-    assert "turn" in reason or what == "decode"
-
-
-class GrownCall:
-    def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
-    ) -> Any:
-        from sglang.srt.layers.attention.flashattention_backend import flash_attn_with_kvcache
-
-        return flash_attn_with_kvcache(
-            q=q, qv=q, k_cache=k, v_cache=v, softmax_scale=1.0, page_table=None,
-            cache_seqlens=None, turn=1,
-        )  # fmt: skip
-
-
 def test_speculative_decoding_stays_sglangs(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     monkeypatch.setattr(adapter, "get_spec", lambda: SimpleNamespace(speculative_algorithm="EAGLE"))
@@ -377,12 +345,6 @@ def test_other_backends_of_sglang_stay(hopper: None) -> None:
 def test_other_gpus_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "detect_target", lambda device: KNOWN_TARGETS["B200"])
     assert chosen(Server()) == "no result compares mla_decode with fa3 on sm100"
-
-
-def test_a_call_with_another_argument_is_refused_with_its_name() -> None:
-    call = dict.fromkeys([*sglang_mla._READ, "sinks"])
-    with pytest.raises(ValueError, match=r"flash_attn_with_kvcache must have .* sinks differ"):
-        sglang_mla.attend(None, call)
 
 
 @pytest.mark.parametrize("family", ["mla", "kda"])

@@ -7,8 +7,6 @@ its names in the two modules from which vLLM's releases import them.
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import Any
 
 import torch
@@ -22,9 +20,6 @@ def install() -> None:
         "flash_attn_varlen_func": flash_attn_varlen_func,
         "get_scheduler_metadata": get_scheduler_metadata,
     }
-    library = types.ModuleType("vllm.vllm_flash_attn")
-    vars(library).update(names)
-    sys.modules.setdefault(library.__name__, library)  # 0.30
     utils = importlib.import_module("vllm.v1.attention.backends.fa_utils")
     vars(utils).update(names)
     module = importlib.import_module("vllm.v1.attention.backends.mla.flashattn_mla")

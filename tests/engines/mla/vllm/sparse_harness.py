@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 
-from backend_core.engines import Engine
 from backend_core.engines.vllm_flag import flag_name
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.testing.sparse_mla_cases import write_records
@@ -30,7 +28,6 @@ WINDOW, TOPK, PAGES = 128, 64, 24
 MAX_LENGTH, MAX_TOKENS = 1024, 2048
 SIZES = {"v4": (256, 64), "v41": (64, 32)}
 """By model, tokens of a block and of a window's page, as vLLM chooses them on Hopper."""
-HAS_V41 = Engine("vllm", "0.33.0", None).supports(vllm.__version__)
 LAYERS = {"v4": {1: (0,), 4: (1,), 128: (2,)}, "v41": {0: (0,), 2: (1, 2), 1: (3, 4)}}
 """By model and ratio, the layers that are built: the last is the one that runs."""
 
@@ -52,7 +49,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> FlashMla:
     from vllm.v1.attention.backends.mla import sparse_swa
     from vllm.v1.worker import workspace
 
-    modules = [flashmla_of(version) for version in SIZES if version == "v4" or HAS_V41]
+    modules = [flashmla_of(version) for version in SIZES]
     kernel = FlashMla()
     monkeypatch.setattr(torch.cuda, "Event", lambda *args, **options: None)
     is_hopper = classmethod(lambda cls, family, *_: family == 90)

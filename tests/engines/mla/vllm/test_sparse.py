@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.engines import Engine, entry
+from backend_core.engines import entry, seams
+from backend_core.engines.seams import Part
 from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
-from mla_backend.engines import flash_mla_calls, sparse_layer
+from dsv4_backend.engines.seam_list import VLLM_V41 as COMPRESSORS_V41
+from mla_backend.engines import sparse_layer
 from mla_backend.engines import vllm as adapter
+from mla_backend.engines.seam_list import VLLM_V4, VLLM_V41
 from tests.engines.mla.vllm.sparse_harness import (
-    HAS_V41,
     Batches,
     FlashMla,
     build_layer,
@@ -55,8 +57,6 @@ def serve(monkeypatch: pytest.MonkeyPatch, kernel: FlashMla) -> Iterator[Serve]:
     from mla_backend.engines import vllm_sparse
 
     def made(target: str, heads: int, ratio: int, **options: Any) -> Batches:
-        if options.get("version") == "v41" and not HAS_V41:
-            pytest.skip("DeepSeek-V4.1 is served from 0.33.0 on")
         config = engine_config(heads, **options)
         monkeypatch.setattr(vllm_sparse, "detect_target", lambda device: TARGETS[target])
         run_as_on_h200(monkeypatch)
@@ -128,20 +128,21 @@ def test_kernels_are_made_for_the_pages_that_vllm_will_choose(
 def test_both_families_decide_on_a_layer_of_v41(serve: Serve) -> None:
     owner = serve("torch", 8, 1, version="v41").owner
     assert type(owner).__name__ == "SparseAttention"
-    assert type(owner.compressor).__name__ == "LowRatioCompressor"
+    served = seams.difference(COMPRESSORS_V41) is None  # not in 0.32.0
+    kind = "LowRatioCompressor" if served else "DeepseekCompressor"
+    assert type(owner.compressor).__name__ == kind
 
 
-def test_v41_of_an_earlier_release_stays_vllms(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+@pytest.mark.parametrize(("version", "part"), [("v4", VLLM_V4), ("v41", VLLM_V41)])
+def test_what_vllm_has_changed_stays_vllms(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], version: str, part: Part
 ) -> None:
-    monkeypatch.setattr(Engine, "installed", lambda self: "0.32.1")
-    batches = serve("torch", 8, 1, version="v41")
+    reason = f"vllm 0.34.0 does not fit the {part.name}"
+    monkeypatch.setattr(seams, "refusal", {part: reason}.get)
+    batches = serve("torch", 8, 4 if version == "v4" else 1, version=version)
     assert type(batches.layer).__name__ == "DeepseekV4FlashMLAAttention"
-    line = (
-        "kda-dsv4-backend: DeepSeek-V4 attention stays DeepseekV4FlashMLAAttention's:"
-        " DeepSeek-V4.1 is served in vllm 0.33.0 and newer, got 0.32.1"
-    )
-    assert line in log_lines
+    flag = "falling back to upstream's code: --attention-backend DSV4: "
+    assert f"{flag}{reason}" in log_lines
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
@@ -373,28 +374,6 @@ def test_layers_of_another_class_stay_what_they_are(kernel: FlashMla, log_lines:
         "kda-dsv4-backend: DeepSeek-V4 attention stays DeepseekV4FlashInferMLAAttention's: the"
         " calls that are served are FlashMLA's"
     ]
-
-
-@pytest.mark.parametrize("name", [flash_mla_calls.DECODE, flash_mla_calls.PREFILL])
-def test_what_flashmla_has_changed_is_seen_as_the_layer_is_built(
-    kernel: FlashMla, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.models.deepseek_v4.nvidia import flashmla
-
-    from mla_backend.engines import vllm_sparse
-
-    layer = object.__new__(flashmla.DeepseekV4FlashMLAAttention)
-    monkeypatch.setattr(flashmla, name, lambda q, indices, turn: None)
-    reason = vllm_sparse.adopt(layer, engine_config(8))
-    assert "must have the arguments that are known here" in str(reason) and "turn" in str(reason)
-    assert type(layer) is flashmla.DeepseekV4FlashMLAAttention
-    assert not hasattr(getattr(flashmla, name), "_kda_dsv4")
-
-
-def test_a_call_with_another_argument_is_refused_with_its_name() -> None:
-    call = dict.fromkeys([*flash_mla_calls.READ[flash_mla_calls.DECODE], "window"])
-    with pytest.raises(ValueError, match=r"flash_mla_with_kvcache must have .* window differ"):
-        flash_mla_calls.make(None, flash_mla_calls.DECODE, call)
 
 
 def sparse_prefill(
