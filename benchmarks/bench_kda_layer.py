@@ -173,7 +173,7 @@ class Layer:
         weights, tokens, plan, state = self.weights, self.tokens, self.plan, self.state
         first, window = self.channels // 3 * 2, self.pools[0]
         conv = ConvInputs(window, weights.conv)
-        mixed, _ = short_conv(tokens.qkv, conv, state, plan)
+        mixed = short_conv(tokens.qkv, conv, state, plan)
         rows = layer._token_inputs(tokens, mixed, selection)
         out = torch.empty_like(tokens.out)
         of_values = ConvInputs(window[:, first:], weights.conv[first:])

@@ -291,7 +291,7 @@ def _short_conv(target: Target) -> Answer:
     initial = torch.tensor([True, False])
     plan = build_step_plan(offsets, sum(lengths))
     state = StateRef.pool(pool, slots, initial)  # of which the convolution reads the slots
-    out, _ = layer_stages.short_conv(x, ConvInputs(pool, weight), state, plan)
+    out = layer_stages.short_conv(x, ConvInputs(pool, weight), state, plan)
     wants, answers = [], []
     for n, (begin, end) in enumerate(((0, 70), (70, 73))):
         slot = int(slots[n])
