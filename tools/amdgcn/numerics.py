@@ -188,6 +188,9 @@ ARITHMETIC: dict[str, tuple[str, str, Function]] = {
     "v_max_f32": ("ff", "f", np.fmax),
     "v_min_f32": ("ff", "f", np.fmin),
     "v_max3_f32": ("fff", "f", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
+    # those of IEEE 754-2019, which keep a NaN
+    "v_maximum3_f32": ("fff", "f", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
+    "v_minimum3_f32": ("fff", "f", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "v_min3_f32": ("fff", "f", lambda a, b, c: np.fmin(np.fmin(a, b), c)),
     "v_med3_f32": ("fff", "f", _middle),
     "v_ceil_f32": ("f", "f", np.ceil),

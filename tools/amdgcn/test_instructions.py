@@ -303,11 +303,14 @@ def test_packed_and_narrow_arithmetic() -> None:
 
 
 def test_extremes_and_rounding_up() -> None:
-    """A NaN among the sources of an extreme is left out."""
+    """A NaN among the sources of an extreme is left out, but of IEEE 754-2019's, which are it."""
     a, b, c = f32(1.0, np.nan, -2.0), f32(3.0, 2.0, -2.5), f32(2.0, 4.0, np.nan)
     wave = run("v_min3_f32 v4, v1, v2, v3", "v_max3_f32 v5, v1, -v2, v3", v1=a, v2=b, v3=c)
     np.testing.assert_array_equal(wave.f[4][:3], [1.0, 2.0, -2.5])
     np.testing.assert_array_equal(wave.f[5][:3], [2.0, 4.0, 2.5])
+    wave = run("v_minimum3_f32 v4, v1, v2, v3", "v_maximum3_f32 v5, v1, v2, v3", v1=a, v2=b, v3=c)
+    np.testing.assert_array_equal(wave.f[4][:3], [1.0, np.nan, np.nan])
+    np.testing.assert_array_equal(wave.f[5][:3], [3.0, np.nan, np.nan])
     wave = run("v_ceil_f32_e32 v2, v1", v1=f32(1.25, -1.25, 7.0, 2.0**30))
     np.testing.assert_array_equal(wave.f[2][:4], [2.0, -1.0, 7.0, 2.0**30])
 
