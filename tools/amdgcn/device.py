@@ -10,11 +10,12 @@ this is where the kernel is compiled and executed instead.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS, Target
 from tools.amdgcn.compiler import (
     Compiled,
@@ -86,6 +88,8 @@ class Device:
         self.target = TARGETS[arch]
         self.runs: dict[str, Run] = {}
         self._launch: Any = None
+        self._prepare: Any = None
+        self._prepared: list[Any] = []  # storages of tensors that later launches know by address
 
     def __enter__(self) -> Device:
         device = self
@@ -96,7 +100,15 @@ class Device:
         ) -> None:
             device.launch(function, arguments, grid, options)
 
+        self._prepare = KernelLaunch.prepare
+
+        def prepare(launch: Any, takes: Any, grid: Any, **named: Any) -> Any:
+            given = (x for x in named.values() if isinstance(x, torch.Tensor))
+            device._prepared += [tensor.untyped_storage() for tensor in given]
+            return device._prepare(launch, takes, grid, **named)
+
         InterpretedFunction.run = run
+        KernelLaunch.prepare = prepare  # type: ignore[method-assign]
         return self
 
     def __exit__(
@@ -106,6 +118,7 @@ class Device:
         trace: TracebackType | None,
     ) -> None:
         InterpretedFunction.run = self._launch
+        KernelLaunch.prepare = self._prepare  # type: ignore[method-assign]
 
     def launch(self, function: Any, arguments: Any, grid: Any, options: dict[str, Any]) -> None:
         """Compile the variant that these arguments select, and run it on them."""
@@ -121,7 +134,7 @@ class Device:
         before, unwaited = kernel.opcodes(), kernel.unwaited_reads
         begin = time.perf_counter()
         memory = GlobalMemory()
-        values = _values(named, taken, memory)
+        values = _values(named, taken, memory, self._prepared)
         kernel.launch(sizes, values, memory, self.seed)
         ran = kernel.opcodes() - before
         run.seconds += time.perf_counter() - begin
@@ -180,18 +193,35 @@ def _option(value: Any) -> Any:
     return value
 
 
+def _around(place: int, storages: Iterable[Any]) -> Iterator[Any]:
+    """Those that an address lies in."""
+    return (x for x in storages if x.data_ptr() <= place < x.data_ptr() + x.nbytes())
+
+
 def _values(
-    arguments: dict[str, Any], taken: tuple[str, ...], memory: GlobalMemory
+    arguments: dict[str, Any],
+    taken: tuple[str, ...],
+    memory: GlobalMemory,
+    prepared: Sequence[Any],
 ) -> list[int | float | bool]:
-    """The arguments that the compiled kernel takes; tensors as addresses of their memory."""
+    """The arguments that the compiled kernel takes; tensors as addresses of their memory.
+
+    Args:
+        prepared: storages, in which tensors lie that a prepared launch makes of an address alone.
+    """
     addresses: dict[int, int] = {}
 
     def address(tensor: torch.Tensor, name: str) -> int:
-        storage = tensor.untyped_storage()
+        place = tensor.data_ptr()
+        storage = next(_around(place, prepared), tensor.untyped_storage())
+        if storage.nbytes() == tensor.dtype.itemsize:  # it may be memory of the call's own
+            live = (x for x in gc.get_objects() if type(x) is torch.Tensor and x.nbytes)
+            others = (x.untyped_storage() for x in live if x.device.type == "cpu")
+            storage = max((storage, *_around(place, others)), key=lambda x: x.nbytes())
         if storage.data_ptr() not in addresses:
             data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload]
             addresses[storage.data_ptr()] = memory.add(data, name)
-        return addresses[storage.data_ptr()] + tensor.data_ptr() - storage.data_ptr()
+        return addresses[storage.data_ptr()] + place - storage.data_ptr()
 
     values: list[int | float | bool] = []
     for name in taken:
