@@ -62,7 +62,7 @@ def test_a_block_of_one_token_is_rounded_to_nearest() -> None:
     q, k, v = (
         torch.randn(1, 1, 65, 64, generator=torch.Generator().manual_seed(n)) for n in range(3)
     )
-    got = sage.quantise(q, k, v, SageMode(), 0.125, 64, "torch")
+    got = sage.quantise_in_torch(q, k, v, SageMode(), 0.125, 64)
     assert got.v_scale is not None
     scaled = (v - v.mean(2, keepdim=True))[0, 0, 64] / got.v_scale[0, 0]
     last = got.v[0, 0, :, 64:].float()
