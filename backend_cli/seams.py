@@ -56,7 +56,9 @@ def _of_wheel(file: Path) -> tuple[str, str, Read]:
     match = re.match(r"(\w+)-([^-]+)-", file.name)
     if match is None or match[1] not in ENGINES_WITH_SEAMS:
         known = " or ".join(ENGINES_WITH_SEAMS)
-        raise BadInputError(f"--wheel must be a wheel of {known}, got {file.name}")
+        raise BadInputError(
+            f"--wheel must be the file of a wheel of {known}, as vllm-0.33.0-….whl, got {file}"
+        )
     try:
         return match[1], match[2], of_wheel(file)
     except (OSError, zipfile.BadZipFile) as error:

@@ -29,8 +29,9 @@ from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan, build_step_plan
 
 TASKS = 1024
-"""Requests of a table times value heads. Each takes its turn in the scan, also where no request is:
-about ten microseconds of a layer. Steps with prefills have a row for each request that decodes."""
+"""Requests of a table times value heads. The schedule of a layer's prefill is chosen for so many
+tasks, also where few requests come; a step with prefills has a row for each request that
+decodes."""
 
 _TABLES = "_kda_dsv4_tables"  # on vLLM's ForwardContext, where the pass runs on tables
 
@@ -109,7 +110,7 @@ class StepTables:
         key = ("tables", tokens, is_capturing(cu_seqlens.device))
         if key not in plans:
             plan = build_step_plan(cu_seqlens, tokens, chunk_table=self._chunk_table)
-            # estimated as for one request: of many the schedule matters less
+            # as if one request had all tokens: its chain of chunks is what a schedule can shorten
             plans[key] = replace(plan, max_chunks=-(-tokens // CHUNK), long_sequences=1)
         group = self._group(prefix, attn_metadata)
         checkpoints = group.checkpoints

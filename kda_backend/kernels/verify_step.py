@@ -235,8 +235,7 @@ def verify_step_kernel(
         b_decay = ex2(log2_decay(b_g, a_log, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
-        b_kept = as_stored(b_state, write_ptr.dtype.element_ty)
-        tl.store(p_write, b_kept, mask=m_state & writes)
+        tl.store(p_write, as_stored(b_state, write_ptr.dtype.element_ty), mask=m_state & writes)
         b_o *= scale
         if norm_weight_ptr is not None:
             p_gate = norm_gate_ptr + (bos + i_t) * stride_norm_gate_t + i_hv * V + o_v
