@@ -36,8 +36,8 @@ Batch = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 FIRST: Batch = (70, 3, 20), ((3, 5, 7), (2, 9, 4))
 BATCHES: list[Batch] = [
     FIRST,
+    ((150,), ((8,), (6,))),  # the rows after it had requests that began
     ((1, 1, 65), ((3, 5, 7), (2, 9, 4))),  # two requests that decode beside a prefill
-    ((150,), ((8,), (6,))),
     ((1, 1, 1, 80, 2), ((7, 8, 3, 5, 10), (4, 6, 2, 9, 10))),
 ]
 
