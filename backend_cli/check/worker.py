@@ -49,9 +49,9 @@ def main() -> None:
     target = detect_target() if name is None else KNOWN_TARGETS[name]
     torch.set_num_threads(1)
     if name is not None:
-        from backend_core.testing.interpreter import accept_what_compiles
+        from backend_core.testing.interpreter import mend_the_interpreter
 
-        accept_what_compiles()
+        mend_the_interpreter()
     todo: Callable[[], list[Probe]]
     todo = functools.cache(functools.partial(probes, target, interpreted=name is not None))
 

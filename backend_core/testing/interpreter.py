@@ -1,17 +1,27 @@
-"""Triton's interpreter takes from a kernel what Triton's compiler takes."""
+"""Triton's interpreter takes what Triton's compiler takes, and rounds as a GPU does."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+_ROUNDED = {
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
 
-def accept_what_compiles() -> None:
-    """Mend two faults of the interpreter in newer releases than 3.6, once in a process.
 
+def mend_the_interpreter() -> None:
+    """Mend three faults of the interpreter, once in a process.
+
+    - To bf16 it truncates, and to 8 bits it rounds half up and loses the carry into the exponent,
+      where a GPU rounds to nearest even and keeps 8-bit values finite.
     - From 3.8 on it refuses a constant times a tensor as a function's argument: it keeps the
       product as a constant whose value is a tensor.
     - A comparison of scalars has boolean numbers and the operands' type. Against a block they
@@ -33,5 +43,26 @@ def accept_what_compiles() -> None:
             arg = interpreter.TensorHandle(arg.data, core.int1)
         return create_splat(self, ret_ty, arg)
 
+    convert = interpreter._convert_float
+
+    def convert_float(data: Any, source: Any, to: Any, rounding: Any) -> Any:
+        if source.primitive_bitwidth <= to.primitive_bitwidth or to.name not in _ROUNDED:
+            return convert(data, source, to, rounding)
+        value, dtype = _as_torch(data, source), _ROUNDED[to.name]
+        if dtype.itemsize == 1:
+            limit = torch.finfo(dtype).max
+            value = value.clamp(-limit, limit)
+        bits = {1: np.uint8, 2: np.uint16}[dtype.itemsize]
+        carrier = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
+        return value.to(dtype).view(carrier).numpy().view(bits).reshape(data.shape)
+
+    interpreter._convert_float = convert_float
     TritonSemantic.to_tensor = to_tensor_of_constants
     interpreter.InterpreterBuilder.create_splat = create_splat_of_booleans
+
+
+def _as_torch(data: np.ndarray[Any, Any], source: Any) -> torch.Tensor:
+    """The numbers of an array of the interpreter, which holds bf16 as 16 bits."""
+    if source.name == "bf16":
+        return torch.from_numpy(np.ascontiguousarray(data).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(data))

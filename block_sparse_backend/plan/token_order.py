@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Box = tuple[int, int, int]
 
@@ -15,7 +16,8 @@ class TileOrder:
     """A video's tokens tile after tile, text tokens after them, each tile padded to whole blocks.
 
     Attributes:
-        index: int64 [slots], the token in a slot; 0 where none is.
+        index: int64 [slots], the token in a slot. Empty slots repeat those of their tile, so that
+            what 8-bit values make up in the sum of a block (``kernels.quantise``) is of its tokens.
         is_token: bool [slots]; a tile's tokens come first, its empty slots after them.
         slot_of: int64 [tokens], the inverse.
         grid: tiles along time, height and width.
@@ -33,7 +35,7 @@ class TileOrder:
     block: int
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """Tokens to slots along ``dim``; empty slots hold token 0."""
+        """Tokens to slots along ``dim``."""
         return x.index_select(dim, self.index)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
@@ -73,23 +75,23 @@ def tile_order(
     for length, size, count in zip(canvas, tile, grid, strict=True):
         axis = torch.arange(length, device=device) // size
         number = (number[:, None] * count + axis).flatten()
-    order = torch.argsort(number, stable=True)
-    number = number[order]
     slots_per_tile = -(-(tile[0] * tile[1] * tile[2]) // block) * block
-    per_tile = torch.bincount(number, minlength=grid[0] * grid[1] * grid[2])
-    start = per_tile.cumsum(0) - per_tile
-    slot = number * slots_per_tile + torch.arange(len(order), device=device) - start[number]
-    video_slots = len(per_tile) * slots_per_tile
     text_slots = -(-text // block) * block
-    text_at = torch.arange(text, device=device)
-    slot = torch.cat([slot, video_slots + text_at])
-    order = torch.cat([order, len(order) + text_at])
-    slots = video_slots + text_slots
-    index = torch.zeros(slots, dtype=torch.long, device=device)
-    is_token = torch.zeros(slots, dtype=torch.bool, device=device)
-    index[slot], is_token[slot] = order, True
-    slot_of = torch.empty_like(slot)
-    slot_of[order] = slot
+    per_tile = torch.bincount(number, minlength=grid[0] * grid[1] * grid[2])
+    # the text is one more tile, whose number of slots is another
+    tokens = functional.pad(per_tile, (0, 1), value=text)
+    slots = torch.full_like(tokens, slots_per_tile)
+    slots[-1] = text_slots
+    order = torch.argsort(functional.pad(number, (0, text), value=len(per_tile)), stable=True)
+
+    def of_slots(x: Tensor) -> Tensor:
+        return torch.repeat_interleave(x, slots)
+
+    place = torch.arange(int(slots.sum()), device=device) - of_slots(slots.cumsum(0) - slots)
+    is_token = place < of_slots(tokens)
+    index = order[of_slots(tokens.cumsum(0) - tokens) + place % of_slots(tokens)]
+    slot_of = torch.empty_like(order)
+    slot_of[index[is_token]] = torch.nonzero(is_token)[:, 0]
     return TileOrder(index, is_token, slot_of, grid, slots_per_tile, text_slots, block)
 
 

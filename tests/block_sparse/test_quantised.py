@@ -53,8 +53,7 @@ def test_quantisers_are_as_in_torch(name: str, seed: int, device: torch.device) 
         gap = getattr(got, field).cpu().int() - getattr(want, field).int()
         assert int(gap.abs().max()) <= 1 and float((gap != 0).float().mean()) < 5e-3
     same = got.v.cpu().float() == want.v.float()
-    # Triton 3.6's interpreter truncates e4m3 and loses the carry into the exponent
-    assert float(same.float().mean()) > (0.4 if device.type == "cpu" else 0.999)
+    assert float(same.float().mean()) > 0.999
 
 
 def test_a_block_of_one_token_is_rounded_to_nearest() -> None:
@@ -143,7 +142,7 @@ def test_a_massive_key(
     k[:, :, 70, 0] = size
     twice = k.clone()
     twice[:, :, 150] = k[:, :, 70]
-    bound = 0.15 if fp8_values else 2e-2  # the interpreter truncates e4m3
+    bound = 6e-2 if fp8_values else 2e-2
     mode = SageMode(fp8_values)
     for keys, at in ((k, [70]), (twice, [70, 150])):
         want = v[:, :, at].float().mean(2, keepdim=True).expand(1, 2, m, 128)
@@ -167,8 +166,6 @@ def test_rounded_values_of_a_block_are_nearer_in_sum(seed: int, device: torch.de
     """Nearest values are off by 0.026 standard deviations, and sums of 128 by 0.3."""
     q, k, v = inputs((1, 128, 128), (1, 1280, 128), seed=seed, device=device)
     for path in ("torch", "triton"):
-        if path == "triton" and device.type == "cpu":
-            continue  # the interpreter truncates e4m3
         x = QUANTISE[path](q, k, v, SageMode(), 0.125, 128)
         left = (sage.dequantised(x)[2].double() - v.double()).cpu()
         blocks = left.unflatten(2, (10, 128)).sum(3)

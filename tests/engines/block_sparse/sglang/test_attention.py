@@ -126,8 +126,7 @@ def test_names_are_served_once_plugins_are_applied(upstream: dict[str, str]) -> 
         ("sage_attn", None, 6e-2),
         ("sparge_attn", '{"topk": 1.0}', 6e-2),
         ("sparge_attn", "topk=1.0,eight_bit=false", 1e-2),
-        # Triton's interpreter truncates e4m3, so that no rounding makes up a block's sum
-        ("sliding_tile_attn", json.dumps({"windows": WINDOWS, "tile": [2, 4, 4]}), 9e-2),
+        ("sliding_tile_attn", json.dumps({"windows": WINDOWS, "tile": [2, 4, 4]}), 6e-2),
         (
             "sliding_tile_attn",
             json.dumps({"windows": WINDOWS, "tile": [2, 4, 4], "eight_bit": False}),
