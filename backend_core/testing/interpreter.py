@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from triton.language import core
 from triton.language.semantic import TritonSemantic
@@ -18,10 +17,11 @@ _ROUNDED = {
 
 
 def mend_the_interpreter() -> None:
-    """Mend three faults of the interpreter, once in a process.
+    """Mend four faults of the interpreter, once in a process.
 
     - To bf16 it truncates, and to 8 bits it rounds half up and loses the carry into the exponent,
       where a GPU rounds to nearest even and keeps 8-bit values finite.
+    - It multiplies the bits of bf16 matrices.
     - From 3.8 on it refuses a constant times a tensor as a function's argument: it keeps the
       product as a constant whose value is a tensor.
     - A comparison of scalars has boolean numbers and the operands' type. Against a block they
@@ -52,17 +52,29 @@ def mend_the_interpreter() -> None:
         if dtype.itemsize == 1:
             limit = torch.finfo(dtype).max
             value = value.clamp(-limit, limit)
-        bits = {1: np.uint8, 2: np.uint16}[dtype.itemsize]
-        carrier = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
-        return value.to(dtype).view(carrier).numpy().view(bits).reshape(data.shape)
+        carrier, bits = {1: (torch.uint8, "uint8"), 2: (torch.int16, "uint16")}[dtype.itemsize]
+        return value.to(dtype).view(carrier).numpy().view(bits)
 
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot_of_numbers(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        if a.dtype.scalar.name == "bf16":
+            a, b = (
+                interpreter.TensorHandle(
+                    _as_torch(x.data, x.dtype.scalar).float().numpy(), core.float32
+                )
+                for x in (a, b)
+            )
+        return create_dot(self, a, b, *others)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot_of_numbers
     interpreter._convert_float = convert_float
     TritonSemantic.to_tensor = to_tensor_of_constants
     interpreter.InterpreterBuilder.create_splat = create_splat_of_booleans
 
 
-def _as_torch(data: np.ndarray[Any, Any], source: Any) -> torch.Tensor:
-    """The numbers of an array of the interpreter, which holds bf16 as 16 bits."""
+def _as_torch(data: Any, source: Any) -> torch.Tensor:
+    """The numbers of a NumPy array of the interpreter, which holds bf16 as 16 bits."""
     if source.name == "bf16":
-        return torch.from_numpy(np.ascontiguousarray(data).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(data))
+        return torch.from_numpy(data.copy().view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(data.copy())

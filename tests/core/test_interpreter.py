@@ -118,3 +118,31 @@ def test_a_scalar_comparison_stays_boolean_against_a_block() -> None:
     compared = builder.create_icmpSGE(number, number)
     splat = builder.create_splat(tl.block_type(tl.int1, [4]), compared)
     assert splat.data.dtype == bool and splat.data.shape == (4,)
+
+
+@triton.jit
+def rounded_kernel(x_ptr, out_ptr, TO: tl.constexpr, N: tl.constexpr):
+    o_n = tl.arange(0, N)
+    tl.store(out_ptr + o_n, tl.load(x_ptr + o_n).to(TO).to(tl.float32))
+
+
+@pytest.mark.parametrize(
+    ("to", "dtype"),
+    [
+        (tl.bfloat16, torch.bfloat16),
+        (tl.float8e4nv, torch.float8_e4m3fn),
+        (tl.float8e5, torch.float8_e5m2),
+    ],
+)
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
+def test_values_are_rounded_as_on_a_gpu(
+    to: object, dtype: torch.dtype, source: torch.dtype
+) -> None:
+    """To nearest even, with the carry into the exponent; 8-bit values stay finite."""
+    steps = torch.arange(-2048, 2048) / 128  # ties of e4m3, and the numbers around powers of two
+    x = torch.cat([steps, steps * 17.3, 6e4 * torch.tensor([1.0, -1.0, 1e-9, 0.0])]).to(source)
+    x = torch.nn.functional.pad(x, (0, 16384 - len(x)))
+    out = torch.empty(len(x))
+    rounded_kernel[(1,)](x, out, to, len(x))
+    limit = torch.finfo(dtype).max
+    assert torch.equal(out, x.float().clamp(-limit, limit).to(dtype).float())
