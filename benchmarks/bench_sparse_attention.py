@@ -52,8 +52,7 @@ from block_sparse_backend.plan.predicted import predict, recall
 from block_sparse_backend.plan.sliding_tile import sliding_tile
 from block_sparse_backend.plan.token_order import tile_order
 from block_sparse_backend.sage import predicted_attention, quantised_attention
-from block_sparse_backend.testing.cases import quantised_run
-from block_sparse_backend.variants import sage
+from block_sparse_backend.testing.cases import attention_of, quantiser
 
 Timed = Callable[[], object]
 
@@ -161,17 +160,16 @@ def int8_rows(
     found = beside(others or {}, flops)
     for name in MODES:
         mode = MODES[name]
-        ready = sage.quantise(q, k, v, mode, SCALE, plan.block_n)
+        quantise = quantiser(q, k, v, mode, plan.block_n)
+        ready, _ = quantise(q, k, v, SCALE, None)
         kernel = timed(
-            functools.partial(
-                quantised_run(ready, plan, params).attend, ready, plan, SCALE, out, lse
-            ),
+            functools.partial(attention_of(ready, plan, params), ready, plan, SCALE, out, lse),
             flops,
             name,
         )
         if name == "int8":
             alone = timed(
-                lambda: sage.quantise(q, k, v, mode, SCALE, plan.block_n),  # noqa: B023
+                functools.partial(quantise, q, k, v, SCALE, None),
                 name="quantisation",
             )
             yield Row(f"quantisation, {work}", shape, 1.0, "int8", alone, alone)

@@ -14,8 +14,8 @@ from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import from_kinds, uniform_sequences
 from block_sparse_backend.sage import quantised_attention
+from block_sparse_backend.spec import SageMode
 from block_sparse_backend.testing.cases import elements_seen
-from block_sparse_backend.variants.sage import SageMode
 
 D = 128
 SCALE = D**-0.5
