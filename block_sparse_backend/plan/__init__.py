@@ -5,7 +5,8 @@ A path is a module, ``torch`` or ``triton``, whose `bind` returns a `PlanPath`.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,26 +15,30 @@ from block_sparse_backend.plan.block_plan import BlockPlan
 Pair = tuple[int, int]
 
 
-class PlanPath(Protocol):
-    """One path; the arguments were checked."""
+class PackedShape(NamedTuple):
+    """A plan of packed sequences but for their offsets.
 
-    def packed(
-        self,
-        offsets: tuple[Tensor, Tensor],
-        longest: Pair,
-        room: Pair,
-        num_heads: int,
-        sizes: Pair,
-        is_causal: bool,
-    ) -> tuple[Tensor, ...]:
-        """Rows, work, sequences, key blocks and first blocks of a plan of packed sequences.
+    Attributes:
+        longest: the most queries and keys of a sequence.
+        room: tiles and blocks that the plan has room for.
+        sizes: queries in a tile and keys in a block.
+    """
 
-        Args:
-            offsets: of queries and of keys, where sequences begin and end.
-            longest: the most queries and keys of a sequence.
-            room: tiles and blocks that the plan has room for.
-            sizes: queries in a tile and keys in a block.
-        """
+    longest: Pair
+    room: Pair
+    num_heads: int
+    sizes: Pair
+    is_causal: bool
 
-    def of_map(self, kept: Tensor, lengths: Pair, sizes: Pair, keep_first: bool) -> BlockPlan:
-        """The plan of a map, as ``predicted.from_map`` takes it."""
+
+class PlanPath(NamedTuple):
+    """One path, whose functions take checked arguments.
+
+    Attributes:
+        packed: from where the sequences of queries and of keys begin and end, rows, work,
+            sequences, key blocks and first blocks of ``BlockPlan``.
+        of_map: as ``predicted.from_map``.
+    """
+
+    packed: Callable[[Tensor, Tensor, PackedShape], tuple[Tensor, ...]]
+    of_map: Callable[[Tensor, Pair, Pair, bool], BlockPlan]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backend_core.contracts import expect_device
 from block_sparse_backend import masks
-from block_sparse_backend.plan import PlanPath
+from block_sparse_backend.plan import PackedShape, PlanPath
 from block_sparse_backend.plan.block_plan import BlockPlan, uniform_sequences, work_list
 from block_sparse_backend.selection import selection_for
 
@@ -87,8 +87,8 @@ def ragged(
     )
     selection = selection_for("plan", "cu_seqlens_q", cu_seqlens_q, None, path)
     run: PlanPath = selection.run(tiles * num_heads)
-    offsets, longest = (cu_seqlens_q, cu_seqlens_k), (max_q_len, max_kv_len)
-    made = run.packed(offsets, longest, (tiles, blocks), num_heads, sizes, is_causal)
+    shape = PackedShape((max_q_len, max_kv_len), (tiles, blocks), num_heads, sizes, is_causal)
+    made = run.packed(cu_seqlens_q, cu_seqlens_k, shape)
     rows, work, sequences, key_blocks, first_blocks = made
     cols = torch.arange(max(-(-max_kv_len // block_n), 1), dtype=torch.int32, device=rows.device)
     return BlockPlan(
