@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from backend_core.contracts import check_scale
 from backend_core.launch.streams import is_elsewhere, run_there
-from backend_core.operator import Selection, forced, select
 from backend_core.ready import layout_of
-from backend_core.tables.schema import KernelPath, NoParams
-from backend_core.tables.select import load_table
-from backend_core.target import Target, detect_target
-from block_sparse_backend.contract import BlockSparseInputs, check_block_sparse
+from block_sparse_backend.contract import BlockSparseInputs, check_block_sparse, empty_output
 from block_sparse_backend.dense16 import BlockSparsePath, BlockSparseRun
-from block_sparse_backend.launch_params import TABLES
 from block_sparse_backend.plan.block_plan import BlockPlan
+from block_sparse_backend.selection import selection_for
 from block_sparse_backend.spec import BlockSparseSpec
-
-PATHS = tuple(TABLES.operator("block_sparse").paths)
 
 
 def block_sparse_attention(
@@ -86,59 +77,10 @@ def _prepare(
 ) -> BlockSparseRun:
     """Check a call and choose its path."""
     check_block_sparse(q, k, v, plan, out, lse)
-    if path not in (None, *PATHS):
-        raise ValueError(f"path must be one of {PATHS}, got {path!r}")
-    spec = BlockSparseSpec.of(q, k, v, plan)
-    selection = selection_for("block_sparse", q.device, spec, path)
+    selection = selection_for("block_sparse", "q", q, BlockSparseSpec.of(q, k, v, plan), path)
     if scale is not None:
         check_scale(scale)
     if not q.numel():
         return lambda x: None
     chosen: BlockSparsePath = selection.run(len(plan.work))
-    run = chosen.prepare(BlockSparseInputs(q, k, v, plan, 1.0, q, q))
-    selection.expect_device("q", q)
-    return run
-
-
-def selection_for(
-    operator: str, device: torch.device, spec: Any, path: str | None = None
-) -> Selection[Any, Any]:
-    """The paths that serve such calls on a device, or the one that the caller names.
-
-    Raises:
-        ValueError: the named path lacks what the call needs, or its device.
-        LookupError: no path can serve the call.
-    """
-    return _selection(operator, detect_target(device), spec, path)
-
-
-@functools.lru_cache(maxsize=1024)
-def _selection(operator: str, target: Target, spec: Any, path: str | None) -> Selection[Any, Any]:
-    if path is None:
-        return select(TABLES, operator, target, spec)
-    rows = [row for row in load_table(TABLES, target).rows if row.operator == operator]
-    rows = [row for row in rows if row.name == path]
-    needs = spec.requires()
-    if not rows and path not in ("torch", "triton"):
-        raise ValueError(f"path {path} needs Hopper, got {target.name}")
-    if not rows:
-        rows = [KernelPath(path, operator, None, needs, NoParams(), False, "as called")]
-    row = min(rows, key=lambda row: len(needs - row.features))
-    if missing := needs - row.features:
-        raise ValueError(f"path {path} lacks {', '.join(sorted(missing))}, which this call needs")
-    return forced(TABLES, target, spec, row)
-
-
-def default_blocks(device: torch.device, head_dim: int) -> tuple[int, int]:
-    """(block_m, block_n) for plans of 16-bit attention on a device."""
-    spec = BlockSparseSpec((head_dim, head_dim))
-    block_m, block_n = selection_for("block_sparse", device, spec).rows[0].params.blocks
-    return block_m, block_n if head_dim <= 128 else min(block_n, 64)
-
-
-def empty_output(q: Tensor, dv: int) -> Tensor:
-    """[B, H, M, DV] in the memory order of ``q``: [B, M, H, DV] where q is stored so."""
-    b, h, m, _ = q.shape
-    if q.stride(1) < q.stride(2):
-        return torch.empty(b, m, h, dv, dtype=q.dtype, device=q.device).transpose(1, 2)
-    return torch.empty(b, h, m, dv, dtype=q.dtype, device=q.device)
+    return chosen(BlockSparseInputs(q, k, v, plan, 1.0, q, q))

@@ -39,6 +39,14 @@ class BlockSparseInputs:
         return self.scale * LOG2_E
 
 
+def empty_output(q: Tensor, dv: int) -> Tensor:
+    """[B, H, M, DV] in the memory order of ``q``: [B, M, H, DV] where q is stored so."""
+    b, h, m, _ = q.shape
+    if q.stride(1) < q.stride(2):
+        return torch.empty(b, m, h, dv, dtype=q.dtype, device=q.device).transpose(1, 2)
+    return torch.empty(b, h, m, dv, dtype=q.dtype, device=q.device)
+
+
 def check_block_sparse(
     q: Tensor,
     k: Tensor,
@@ -142,4 +150,22 @@ def check_quantised_plan(q: Tensor, plan: BlockPlan) -> None:
         raise ValueError(
             f"the plan of 8-bit attention must be of {q.shape[0]} equal sequences, one for each "
             f"batch entry, got {plan.sequences.shape[0]}"
+        )
+
+
+def check_prediction(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
+    """Columns of a predicted plan are numbered in int32.
+
+    Raises:
+        ValueError: there would be 2^31 or more, or there is no token.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if not x.numel():
+            raise ValueError(f"{name} must have at least one token, got shape {list(x.shape)}")
+    b, h, m, _ = q.shape
+    total = b * h * -(-m // block_m) * -(-k.shape[2] // block_n)
+    if total >= 1 << 31:
+        raise ValueError(
+            f"a predicted plan must have fewer than 2^31 blocks of {block_m} queries by {block_n} "
+            f"keys over all heads, got {total}"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import methodcaller
 
-from backend_core.tables.schema import Operator, TableSchema
+from backend_core.tables.schema import NoParams, Operator, TableSchema
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class GluonParams:
 
 
 GRID = "query tiles times heads"
+_EITHER = {"torch": NoParams, "triton": NoParams}
 TABLES = TableSchema(
     family="block_sparse",
     operators=(
@@ -76,5 +77,14 @@ TABLES = TableSchema(
             folder="block_sparse_backend.dense8",
             requires=methodcaller("requires"),
         ),
+        Operator(
+            name="quantise",
+            grid=GRID,
+            paths=_EITHER,
+            folder="block_sparse_backend.quantise",
+            requires=methodcaller("requires"),
+        ),
+        Operator(name="predict", grid=GRID, paths=_EITHER, folder="block_sparse_backend.predict"),
+        Operator(name="plan", grid=GRID, paths=_EITHER, folder="block_sparse_backend.plan"),
     ),
 )

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from backend_core.contracts import check_scale, expect_device, expect_shape, once
 from backend_core.launch.streams import is_elsewhere, run_there
-from backend_core.operator import Selection
 from backend_core.ready import layout_of
-from block_sparse_backend.block_sparse import empty_output, selection_for
 from block_sparse_backend.contract import (
     check_block_sparse,
+    check_prediction,
     check_quantised,
     check_quantised_plan,
     check_tensors,
+    empty_output,
 )
-from block_sparse_backend.dense8 import QuantisedPath
-from block_sparse_backend.plan import intervals, predicted
+from block_sparse_backend.dense8 import Attend
+from block_sparse_backend.masks import Mask
+from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import BlockPlan
-from block_sparse_backend.plan.choice import Choice
-from block_sparse_backend.spec import QuantisedSpec
-from block_sparse_backend.variants.sage import SageMode
+from block_sparse_backend.plan.choice import Choice, ChoiceKind
+from block_sparse_backend.predict import PredictPath
+from block_sparse_backend.quantise import Quantise, QuantisePath
+from block_sparse_backend.selection import default_blocks_int8, selection_for
+from block_sparse_backend.spec import PredictSpec, QuantisedSpec, QuantiseSpec, SageMode
 
 DEFAULT_MODE = SageMode()
 PACKED_MODE = SageMode(fp8_values=False)
@@ -68,14 +71,22 @@ def quantised_attention(
         return run_there(q, quantised_attention, locals())
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     layout = layout_of(q, k, v, out), scale, mode, path
-    run: QuantisedPath | None = plan.prepared.get(layout)
-    if run is None:
-        run = plan.prepared.keep(layout, _prepare(q, k, v, out, plan, scale, mode, path))
+    paths: _Paths | None = plan.prepared.get(layout)
+    if paths is None:
+        paths = plan.prepared.keep(layout, _prepare(q, k, v, out, plan, scale, mode, path))
     out = empty_output(q, q.shape[3]) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel():
-        run.attend(run.quantise(q, k, v, scale), plan, scale, out, lse)
+        x, _ = paths.quantise(q, k, v, scale, None)
+        paths.attend(x, plan, scale, out, lse)
     return out, lse
+
+
+class _Paths(NamedTuple):
+    """What calls that are laid out alike run."""
+
+    quantise: Quantise
+    attend: Attend
 
 
 def _prepare(
@@ -87,15 +98,44 @@ def _prepare(
     scale: float,
     mode: SageMode,
     path: str | None,
-) -> QuantisedPath:
-    """The path of a call, after a check of its arguments."""
+) -> _Paths:
+    """Check a call and choose its paths."""
     check_block_sparse(q, k, v, plan, out, None)
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
     check_scale(scale)
-    programs = len(plan.work)
-    selection = _select(q, k, mode, (plan.block_m, plan.block_n), programs, path)
-    return selection.for_spec(selection.spec.of_plan(plan)).run(programs)
+    spec = _spec_of(q, k, mode, (plan.block_m, plan.block_n), plan.has_partial, plan.mask)
+    return _paths_of(q, k, v, spec, len(plan.work), path, None, None)
+
+
+def _spec_of(
+    q: Tensor, k: Tensor, mode: SageMode, blocks: tuple[int, int], has_partial: bool, mask: Mask
+) -> QuantisedSpec:
+    heads = q.shape[1]
+    return QuantisedSpec(mode, heads, heads // k.shape[1], q.shape[3], *blocks, has_partial, mask)
+
+
+@once
+def _paths_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: QuantisedSpec,
+    programs: int,
+    path: str | None,
+    kind: ChoiceKind | None,
+    key_blocks: Tensor | None,
+) -> _Paths:
+    """Args:
+    kind: of a prediction, for which the quantiser sums up blocks.
+    key_blocks: of the plan of packed sequences.
+    """
+    asked = QuantiseSpec(spec.mode, block_n=spec.block_n)
+    if kind is not None:
+        asked = QuantiseSpec(spec.mode, spec.block_m, spec.block_n, True, kind.has_likeness)
+    quantise: QuantisePath = selection_for("quantise", "q", q, asked, path).run(programs)
+    attend: Attend = selection_for("block_sparse_int8", "q", q, spec, path).run(programs)
+    return _Paths(quantise(q, k, v, key_blocks), attend)
 
 
 def packed_attention(
@@ -112,9 +152,9 @@ def packed_attention(
 ) -> Tensor:
     """``quantised_attention`` of each sequence of a packed batch, dense or causal.
 
-    Values stay in 16 bits, as in the original of ``sageattn_varlen``. In Triton it is one plan, one
-    quantisation and one launch, of sizes that follow from T and S alone, and nothing is read on
-    the host. In torch it is one call after another.
+    Values stay in 16 bits, as in the original of ``sageattn_varlen``. It is one plan, one
+    quantisation and one launch, of sizes that follow from T and S alone, and kernels read nothing
+    on the host.
 
     Args:
         q: [1, H, T, D]; k, v: [1, Hkv, T, D]: the sequences one after another.
@@ -140,7 +180,7 @@ def packed_attention(
     most = [min(n, x.shape[2]) for n, x in zip(lengths, (q, k), strict=True)]
     if 0 in most:
         return out
-    block_m, block_n = default_blocks(q.device)
+    block_m, block_n = default_blocks_int8(q.device)
     check_quantised(q, v, block_n)
     plan = intervals.ragged(
         cu_seqlens_q,
@@ -152,10 +192,12 @@ def packed_attention(
         is_causal=is_causal,
         block_m=block_m,
         block_n=block_n,
+        path=path,
     )
-    selection = _select(q, k, PACKED_MODE, (block_m, block_n), len(plan.work), path)
-    run = selection.for_spec(selection.spec.of_plan(plan)).run(len(plan.work))
-    run.packed(q, k, v, plan, scale, out)
+    spec = _spec_of(q, k, PACKED_MODE, (block_m, block_n), plan.has_partial, plan.mask)
+    paths = _paths_of(q, k, v, spec, len(plan.work), path, None, plan.key_blocks)
+    x, _ = paths.quantise(q, k, v, scale, plan)
+    paths.attend(x, plan, scale, out, None)
     return out
 
 
@@ -179,7 +221,7 @@ def predicted_attention(
     Args:
         q, k, v, scale, mode, path, out: as in ``quantised_attention``.
         choice: which blocks are kept.
-        blocks: queries in a tile and keys in a block; default ``default_blocks``.
+        blocks: queries in a tile and keys in a block; default ``default_blocks_int8``.
 
     Returns:
         ``out`` and ``lse`` as ``quantised_attention`` does, and the plan.
@@ -191,13 +233,14 @@ def predicted_attention(
     if is_elsewhere(q):
         return run_there(q, predicted_attention, locals())
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    selection, programs = _prepared_prediction(q, k, v, out, scale, mode, blocks, path)
+    predict, paths = _prepared_prediction(q, k, v, out, choice.kind, scale, mode, blocks, path)
     choice.check_heads(q.shape[1])
-    x, plan = selection.run(programs).predict(q, k, v, choice, scale)
+    x, pooled = paths.quantise(q, k, v, scale, None)
+    assert pooled is not None
+    plan = predict.select(pooled, choice, scale)
     out = empty_output(q, q.shape[3]) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    run = selection.for_spec(selection.spec.of_plan(plan)).run(programs)
-    run.attend(x, plan, scale, out, lse)
+    paths.attend(x, plan, scale, out, lse)
     return out, lse, plan
 
 
@@ -207,43 +250,20 @@ def _prepared_prediction(
     k: Tensor,
     v: Tensor,
     out: Tensor | None,
+    kind: ChoiceKind,
     scale: float,
     mode: SageMode,
     blocks: tuple[int, int] | None,
     path: str | None,
-) -> tuple[Selection[QuantisedSpec, QuantisedPath], int]:
-    """The paths for a call and its number of programs, after a check of its arguments."""
+) -> tuple[PredictPath, _Paths]:
+    """The paths for a call, after a check of its arguments."""
     check_tensors(q, k, v, out, None)
-    block_m, block_n = default_blocks(q.device) if blocks is None else blocks
-    check_quantised(q, v, block_n)
-    predicted.check_size(q, k, block_m, block_n)
+    blocks = default_blocks_int8(q.device) if blocks is None else blocks
+    check_quantised(q, v, blocks[1])
+    check_prediction(q, k, *blocks)
     check_scale(scale)
-    programs = q.shape[0] * q.shape[1] * -(-q.shape[2] // block_m)
-    return _select(q, k, mode, (block_m, block_n), programs, path), programs
-
-
-def _select(
-    q: Tensor,
-    k: Tensor,
-    mode: SageMode,
-    blocks: tuple[int, int],
-    programs: int,
-    path: str | None,
-) -> Selection[QuantisedSpec, QuantisedPath]:
-    """The paths for a call; ``path`` is the caller's choice."""
-    predicted.runs_kernels(q, path)  # or its path is refused
-    heads, group = q.shape[1], q.shape[1] // k.shape[1]
-    spec = QuantisedSpec(mode, heads, group, q.shape[3], *blocks)
-    selection = selection_for("block_sparse_int8", q.device, spec)
-    if path in (None, selection.row(programs).name):
-        return selection
-    return selection_for("block_sparse_int8", q.device, spec, path)
-
-
-@functools.cache
-def default_blocks(device: torch.device) -> tuple[int, int]:
-    """(block_m, block_n) for plans of 8-bit attention on a device."""
-    spec = QuantisedSpec(SageMode(fp8_values=False))
-    row = selection_for("block_sparse_int8", device, spec).rows[0]
-    blocks: tuple[int, int] = row.params.blocks
-    return blocks
+    programs = q.shape[0] * q.shape[1] * -(-q.shape[2] // blocks[0])
+    spec = _spec_of(q, k, mode, blocks, kind.has_partial(k.shape[2], blocks[1]), kind.mask)
+    asked = PredictSpec.of(q, k, kind, blocks, is_centred=True)
+    predict: PredictPath = selection_for("predict", "q", q, asked, path).run(programs)
+    return predict, _paths_of(q, k, v, spec, programs, path, kind, None)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from block_sparse_backend import masks
 from block_sparse_backend.plan.block_plan import BlockPlan
-from block_sparse_backend.variants import masks
-
-if TYPE_CHECKING:
-    from block_sparse_backend.variants.sage import SageMode
+from block_sparse_backend.plan.choice import ChoiceKind
 
 LOG2_E = 1.4426950408889634
 
@@ -57,6 +56,27 @@ class BlockSparseSpec(NamedTuple):
         return frozenset(name for name, is_needed in needs.items() if is_needed)
 
 
+@dataclass(frozen=True)
+class SageMode:
+    """How inputs are quantised.
+
+    Attributes:
+        fp8_values: values in e4m3 without their mean, which is added to the output; else as they
+            come, in 16 bits.
+    """
+
+    fp8_values: bool = True
+
+    def span(self, block_n: int) -> int:
+        """Keys of a block among which every fourth pair shares a scale; fewer make a call more
+        accurate and slower."""
+        return min(64 if self.fp8_values else 32, block_n)
+
+    def requires(self) -> frozenset[str]:
+        """The features that a path must declare to serve the mode."""
+        return frozenset({"e4m3_values"} if self.fp8_values else ())
+
+
 class QuantisedSpec(NamedTuple):
     """Attention in 8 bits; the attributes are those of `BlockSparseSpec`."""
 
@@ -69,10 +89,50 @@ class QuantisedSpec(NamedTuple):
     has_partial: bool = False
     mask: masks.Mask = masks.everything
 
-    def of_plan(self, plan: BlockPlan) -> QuantisedSpec:
-        """The same with a plan's mask, which is known when the inputs have been quantised."""
-        return self._replace(has_partial=plan.has_partial, mask=plan.mask)
+    def requires(self) -> frozenset[str]:
+        """The features that a path must declare to serve such calls."""
+        return self.mode.requires()
+
+
+class QuantiseSpec(NamedTuple):
+    """Quantisation of inputs.
+
+    Attributes:
+        block_m, block_n: queries of a tile, and keys in a block of the plan.
+        has_pool, has_likeness: sums of tiles and blocks are asked for, and their likenesses.
+    """
+
+    mode: SageMode
+    block_m: int = 64
+    block_n: int = 128
+    has_pool: bool = False
+    has_likeness: bool = False
 
     def requires(self) -> frozenset[str]:
         """The features that a path must declare to serve such calls."""
-        return frozenset({"e4m3_values"} if self.mode.fp8_values else ())
+        return self.mode.requires()
+
+
+class PredictSpec(NamedTuple):
+    """Prediction of the blocks that are kept.
+
+    Attributes:
+        heads, group: query heads, and those of a key head.
+        block_m, block_n: queries of a tile, and keys in a block.
+        kind: the choice but for its numbers.
+        is_centred: what all keys share has been taken out of their sums.
+    """
+
+    heads: int
+    group: int
+    block_m: int
+    block_n: int
+    kind: ChoiceKind
+    is_centred: bool
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, kind: ChoiceKind, blocks: tuple[int, int], *, is_centred: bool
+    ) -> PredictSpec:
+        heads = q.shape[1]
+        return cls(heads, heads // k.shape[1], *blocks, kind, is_centred)

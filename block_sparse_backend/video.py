@@ -14,15 +14,14 @@ from torch.nn import functional
 from backend_core.contracts import expect_device, expect_shape
 from backend_core.launch.streams import is_capturing
 from block_sparse_backend.block_sparse import block_sparse_attention
-from block_sparse_backend.block_sparse import default_blocks as exact_blocks
 from block_sparse_backend.plan import kept
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice
 from block_sparse_backend.plan.predicted import predict
 from block_sparse_backend.plan.sliding_tile import EvenWindows, sliding_tile
 from block_sparse_backend.plan.token_order import Box, TileOrder, tile_order
-from block_sparse_backend.sage import default_blocks as quantised_blocks
 from block_sparse_backend.sage import predicted_attention, quantised_attention
+from block_sparse_backend.selection import default_blocks, default_blocks_int8
 
 Kind = Literal["dense", "predicted", "sliding_tile"]
 HEAD_SIZES = (64, 128, 256)
@@ -145,8 +144,8 @@ class VideoAttention:
 
     def _blocks(self, q: Tensor) -> tuple[int, int]:
         if self.eight_bit:
-            return quantised_blocks(q.device)
-        return exact_blocks(q.device, q.shape[3])
+            return default_blocks_int8(q.device)
+        return default_blocks(q.device, q.shape[3])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
         attend = quantised_attention if self.eight_bit else block_sparse_attention

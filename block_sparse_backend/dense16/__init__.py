@@ -12,18 +12,19 @@ BlockSparseRun: TypeAlias = Callable[[BlockSparseInputs], None]
 """Fills the output and the LSE of checked calls that are laid out alike."""
 
 
-class BlockSparsePath:
-    """One path, bound to a kind of call."""
+BlockSparsePath: TypeAlias = Callable[[BlockSparseInputs], BlockSparseRun]
+"""What runs calls that are laid out as this one.
 
-    def __init__(self, run: BlockSparseRun, is_kernel: bool = True) -> None:
-        self._run, self._is_kernel = run, is_kernel
+Raises:
+    ValueError: kernels cannot read such tensors.
+"""
 
-    def prepare(self, x: BlockSparseInputs) -> BlockSparseRun:
-        """What runs calls that are laid out as this one.
 
-        Raises:
-            ValueError: kernels cannot read such tensors.
-        """
-        if self._is_kernel:
-            check_kernel(x.q, x.k, x.v, x.plan)
-        return self._run
+def of_kernel(run: BlockSparseRun) -> BlockSparsePath:
+    """The path of a kernel, which does not take all tensors that the operator takes."""
+
+    def prepare(x: BlockSparseInputs) -> BlockSparseRun:
+        check_kernel(x.q, x.k, x.v, x.plan)
+        return run
+
+    return prepare

@@ -14,7 +14,7 @@ from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
-from block_sparse_backend.dense16 import BlockSparsePath
+from block_sparse_backend.dense16 import BlockSparsePath, of_kernel
 from block_sparse_backend.kernels.sm90.block_sparse import block_sparse_sm90_kernel
 from block_sparse_backend.spec import BlockSparseSpec
 
@@ -57,7 +57,7 @@ def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseP
             factor=x.factor,
         )
 
-    return BlockSparsePath(run)
+    return of_kernel(run)
 
 
 def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import triton
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
-from block_sparse_backend.dense16 import BlockSparsePath
+from block_sparse_backend.dense16 import BlockSparsePath, of_kernel
 from block_sparse_backend.kernels.block_sparse import block_sparse_kernel
 from block_sparse_backend.launch_params import TritonParams
+from block_sparse_backend.launches import descriptor, options
 from block_sparse_backend.spec import BlockSparseSpec
 
 
@@ -39,7 +38,7 @@ def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseP
             factor=float(x.factor),
         )
 
-    return BlockSparsePath(run)
+    return of_kernel(run)
 
 
 def params_for(row: KernelPath, spec: BlockSparseSpec) -> TritonParams:
@@ -65,14 +64,3 @@ def attention_kernel(params: TritonParams, spec: BlockSparseSpec) -> KernelLaunc
     }
     axes = {"out": "bhm.", "lse": "bh."}
     return KernelLaunch(block_sparse_kernel, constexprs, options(params), axes=axes)
-
-
-def options(params: TritonParams) -> dict[str, object]:
-    """The compiler's options."""
-    limit = {"maxnreg": params.max_registers} if params.max_registers else {}
-    return {"num_warps": params.num_warps, "num_stages": params.num_stages, **limit}
-
-
-def descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """A descriptor of a [B, H, L, D] view: any strides, so both engines' layouts without a copy."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, *block])

@@ -9,54 +9,28 @@ from torch import Tensor
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
-from block_sparse_backend.dense16.triton import descriptor, options
+from block_sparse_backend.dense8 import Attend
 from block_sparse_backend.kernels import block_sparse_int8 as kernels
 from block_sparse_backend.launch_params import TritonParams
-from block_sparse_backend.plan import predicted
+from block_sparse_backend.launches import descriptor, options
 from block_sparse_backend.plan.block_plan import BlockPlan
-from block_sparse_backend.plan.choice import Choice
+from block_sparse_backend.quantise import E4M3_MAX, Quantised
 from block_sparse_backend.spec import QuantisedSpec
-from block_sparse_backend.variants.column_stats import E4M3_MAX
-from block_sparse_backend.variants.pooled import Pooled
-from block_sparse_backend.variants.sage import Quantised, quantise
 
 
-def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> QuantisedInTriton:
-    return QuantisedInTriton(spec, attention_kernel(params_for(row, spec), spec))
-
-
-class QuantisedInTriton:
-    """INT8 products of queries and keys, e4m3 or 16-bit ones with values."""
-
-    def __init__(self, spec: QuantisedSpec, kernel: KernelLaunch) -> None:
-        self._spec, self._launch = spec, kernel.launch
-
-    def quantise(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Quantised:
-        return quantise(q, k, v, self._spec.mode, scale, self._spec.block_n)
-
-    def predict(
-        self, q: Tensor, k: Tensor, v: Tensor, choice: Choice, scale: float
-    ) -> tuple[Quantised, BlockPlan]:
-        spec = self._spec
-        pooled = Pooled.empty(q, k, spec.block_m, spec.block_n, choice.has_likeness)
-        x = quantise(q, k, v, spec.mode, scale, spec.block_n, pooled)
-        return x, predicted.select_blocks(pooled, choice, scale)
-
-    def packed(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, out: Tensor
-    ) -> None:
-        x = quantise(q, k, v, self._spec.mode, scale, self._spec.block_n, packed=plan)
-        self.attend(x, plan, scale, out, None)
+def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> Attend:
+    launch = attention_kernel(params_for(row, spec), spec).launch
+    d, bm, bn = spec.dim, spec.block_m, spec.block_n
+    block_v = (d, bn) if spec.mode.fp8_values else (bn, d)
 
     def attend(
-        self, x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor | None
+        x: Quantised, plan: BlockPlan, scale: float, out: Tensor, lse: Tensor | None
     ) -> None:
-        d, bm, bn = self._spec.dim, self._spec.block_m, self._spec.block_n
-        self._launch(
+        launch(
             (len(plan.work), 1, 1),
             q_desc=descriptor(x.q, (bm, d)),
             k_desc=descriptor(x.k, (bn, d)),
-            v_desc=descriptor(x.v, (d, bn) if self._spec.mode.fp8_values else (bn, d)),
+            v_desc=descriptor(x.v, block_v),
             out_ptr=out,
             lse_ptr=lse,
             q_scale_ptr=x.q_scale,
@@ -76,6 +50,8 @@ class QuantisedInTriton:
             kv_len=x.k.shape[2],
             key_blocks=x.k_scale.shape[2],
         )
+
+    return attend
 
 
 def params_for(row: KernelPath, spec: QuantisedSpec) -> TritonParams:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_device, expect_shape
-from block_sparse_backend.block_sparse import empty_output
+from block_sparse_backend.contract import empty_output
 from block_sparse_backend.plan import kept
-from block_sparse_backend.sage import default_blocks, packed_attention, quantised_attention
-from block_sparse_backend.variants.sage import SageMode
+from block_sparse_backend.sage import packed_attention, quantised_attention
+from block_sparse_backend.selection import default_blocks_int8
+from block_sparse_backend.spec import SageMode
 
 DEFAULT_MODE = SageMode()
 _packed = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
@@ -91,7 +92,7 @@ def _attend(
     expect_device("k", k, q.device)
     (b, h, m, _), n = q.shape, k.shape[2]
     plans = kept.causal if is_causal else kept.dense
-    plan = plans.of(q.device, m, n, h, b, *default_blocks(q.device))
+    plan = plans.of(q.device, m, n, h, b, *default_blocks_int8(q.device))
     return quantised_attention(q, k, v, plan, scale=scale, mode=mode)
 
 

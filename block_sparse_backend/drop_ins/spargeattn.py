@@ -28,7 +28,7 @@ from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice, PerHead
 from block_sparse_backend.plan.predicted import from_map
 from block_sparse_backend.sage import predicted_attention, quantised_attention
-from block_sparse_backend.variants.sage import SageMode
+from block_sparse_backend.spec import SageMode
 
 _predicted = torch.compiler.disable(predicted_attention)  # type: ignore[no-untyped-call]
 Result = Tensor | tuple[Tensor, float] | tuple[Tensor, Tensor]

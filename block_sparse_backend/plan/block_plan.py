@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from backend_core.ready import Prepared
-from block_sparse_backend.variants import masks
-from block_sparse_backend.variants.masks import Mask
+from block_sparse_backend import masks
+from block_sparse_backend.masks import Mask
 
 SKIP, FULL, PARTIAL = 0, 1, 2
 """Kinds of block: not attended, attended whole, attended where the plan's mask says so."""

@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from block_sparse_backend import masks
+
 PerHead = float | Tensor
 """A number for all heads, or a tensor [H] with one for each."""
+
+
+class ChoiceKind(NamedTuple):
+    """A `Choice` but for its numbers: what kernels are compiled for.
+
+    Attributes:
+        is_cdf: a sum is given, else a share.
+        has_likeness: a head may ask for likenesses.
+        per_head: heads have numbers of their own.
+    """
+
+    is_causal: bool
+    keep_first: bool
+    is_cdf: bool
+    has_likeness: bool
+    per_head: bool
+
+    @property
+    def mask(self) -> masks.Mask:
+        """The mask of PARTIAL blocks."""
+        return masks.causal if self.is_causal else masks.everything
+
+    def has_partial(self, kv_len: int, block_n: int) -> bool:
+        """Whether a plan for so many keys may have PARTIAL blocks."""
+        return self.is_causal or kv_len % block_n != 0
 
 
 @dataclass(frozen=True)
@@ -71,12 +99,15 @@ class Choice:
         return 2.0 if self.cdf == 1.0 else self.amount
 
     @property
-    def has_likeness(self) -> bool:
-        """Whether a head asks for likenesses; thresholds on a GPU are not read, and do."""
+    def kind(self) -> ChoiceKind:
+        """All but the numbers; thresholds on a GPU are not read, and ask for likenesses."""
         given = self.min_likeness
         if isinstance(given, Tensor):
-            return not given.is_cpu or bool((given >= 0.0).any())
-        return given >= 0.0
+            has_likeness = not given.is_cpu or bool((given >= 0.0).any())
+        else:
+            has_likeness = given >= 0.0
+        is_cdf, per_head = self.cdf is not None, bool(self._tensors())
+        return ChoiceKind(self.is_causal, self.keep_first, is_cdf, has_likeness, per_head)
 
     def check_heads(self, heads: int) -> None:
         """

@@ -6,17 +6,16 @@ queries than keys the first queries see nothing.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_device
-from block_sparse_backend.kernels import plans as kernels
+from block_sparse_backend import masks
+from block_sparse_backend.plan import PackedShape, PlanPath
 from block_sparse_backend.plan.block_plan import BlockPlan, uniform_sequences, work_list
-from block_sparse_backend.prepared import has_kernels, prepared
-from block_sparse_backend.variants import masks
+from block_sparse_backend.selection import selection_for
 
 
 def dense(
@@ -61,6 +60,7 @@ def ragged(
     is_causal: bool = True,
     block_m: int = 128,
     block_n: int = 128,
+    path: str | None = None,
 ) -> BlockPlan:
     """Sequences packed one after another along the tokens of batch entry 0.
 
@@ -69,6 +69,7 @@ def ragged(
         max_q_len, max_kv_len: capacities; what of a sequence is beyond them is left out.
         tokens: the most queries and keys of all sequences together, by which the plan is sized;
             default as many as if each sequence had the most.
+        path: ``"torch"`` or ``"triton"``; by default the one for the device.
     """
     _expect_offsets("cu_seqlens_q", cu_seqlens_q)
     _expect_offsets("cu_seqlens_k", cu_seqlens_k)
@@ -84,9 +85,10 @@ def ragged(
         count * -(-most // block) if total is None else min(total // block, count * most) + count
         for most, total, block in zip((max_q_len, max_kv_len), totals, sizes, strict=True)
     )
-    make = _with_kernel if has_kernels(cu_seqlens_q) else _with_torch
-    offsets, longest = (cu_seqlens_q, cu_seqlens_k), (max_q_len, max_kv_len)
-    made = make(offsets, longest, (tiles, blocks), num_heads, sizes, is_causal)
+    selection = selection_for("plan", "cu_seqlens_q", cu_seqlens_q, None, path)
+    run: PlanPath = selection.run(tiles * num_heads)
+    shape = PackedShape((max_q_len, max_kv_len), (tiles, blocks), num_heads, sizes, is_causal)
+    made = run.packed(cu_seqlens_q, cu_seqlens_k, shape)
     rows, work, sequences, key_blocks, first_blocks = made
     cols = torch.arange(max(-(-max_kv_len // block_n), 1), dtype=torch.int32, device=rows.device)
     return BlockPlan(
@@ -104,80 +106,7 @@ def ragged(
     )
 
 
-Pair = tuple[int, int]
-
-
-def _with_kernel(
-    offsets: tuple[Tensor, Tensor],
-    longest: Pair,
-    room: Pair,
-    num_heads: int,
-    sizes: Pair,
-    is_causal: bool,
-) -> tuple[Tensor, ...]:
-    """Rows, work, sequences, key blocks and first blocks of ``BlockPlan``."""
-    count, step = len(offsets[0]) - 1, 64
-    new = functools.partial(torch.empty, dtype=torch.int32, device=offsets[0].device)
-    rows, work, sequences = new(room[0], 4), new(num_heads * room[0], 4), new(count, 6)
-    key_blocks, first_blocks = new(room[1], 3), new(count + 1)
-    flags = {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1], "IS_CAUSAL": is_causal, "STEP": step}
-    prepared(kernels.packed_plan_kernel, 4, HEADS=num_heads, **flags).launch(
-        (sum(-(-n // step) for n in (*room, count + 1)), 1, 1),
-        cu_q_ptr=offsets[0],
-        cu_k_ptr=offsets[1],
-        rows_ptr=rows,
-        work_ptr=work,
-        sequences_ptr=sequences,
-        key_blocks_ptr=key_blocks,
-        first_blocks_ptr=first_blocks,
-        count=count,
-        tiles=room[0],
-        blocks=room[1],
-        longest_q=longest[0],
-        longest_k=longest[1],
-    )
-    return rows, work, sequences, key_blocks, first_blocks
-
-
-def _with_torch(
-    offsets: tuple[Tensor, Tensor],
-    longest: Pair,
-    room: Pair,
-    num_heads: int,
-    sizes: Pair,
-    is_causal: bool,
-) -> tuple[Tensor, ...]:
-    q_len, kv_len = (x.diff().clamp(max=most) for x, most in zip(offsets, longest, strict=True))
-    starts = (offsets[0][:-1], offsets[1][:-1])
-    columns = [torch.zeros_like(q_len), starts[0], q_len, starts[1], kv_len, kv_len - q_len]
-    sequences = torch.stack(columns, 1).int()
-    tile_of, tile, _ = _numbered(q_len, room[0], sizes[0])
-    block_of, block, first_blocks = _numbered(kv_len, room[1], sizes[1])
-    own = sequences.long()[tile_of.clamp(min=0)].masked_fill(tile_of[:, None] < 0, 0)
-    rows = _rows(tile, own[:, 2], own[:, 4], own[:, 5], *sizes, is_causal)
-    # head after head, each from the last tile to the first: causal rows grow
-    of_tile = torch.stack([tile_of, tile, torch.arange(room[0], device=tile.device)], 1).flip(0)
-    work = of_tile[:, [0, 0, 1, 2]].int().expand(num_heads, -1, -1).clone()
-    work[:, :, 1] = torch.arange(num_heads, dtype=torch.int32, device=work.device)[:, None]
-    of, begin = block_of.clamp(min=0), block * sizes[1]
-    spans = [starts[1][of] + begin, (kv_len[of] - begin).clamp(max=sizes[1]), of]
-    key_blocks = torch.stack(spans, 1).int().masked_fill(block_of[:, None] < 0, 0)
-    return rows, work.view(-1, 4), sequences, key_blocks, first_blocks
-
-
-def _numbered(lengths: Tensor, room: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The blocks of all sequences, one after another: of each its sequence, -1 of those beyond the
-    last, and its number in the sequence, int64; and int32 [S + 1], where each sequence begins."""
-    ends = ((lengths + block - 1) // block).cumsum(0)
-    begins = torch.nn.functional.pad(ends, (1, 0))
-    number = torch.arange(room, device=lengths.device)
-    of = torch.searchsorted(ends, number, right=True)
-    inside = of < len(lengths)
-    place = number - begins[of]
-    return torch.where(inside, of, -1), torch.where(inside, place, 0), begins.int()
-
-
-def _rows(
+def interval_rows(
     tile: Tensor,
     q_len: Tensor,
     kv_len: Tensor,
@@ -212,7 +141,7 @@ def _interval_plan(
     tiles, blocks = -(-max_q_len // block_m), -(-max_kv_len // block_n)
     q_len, kv_len, position = (sequences[:, i, None].long() for i in (2, 4, 5))
     tile = torch.arange(tiles, device=device)
-    rows = _rows(tile, q_len, kv_len, position, block_m, block_n, is_causal)
+    rows = interval_rows(tile, q_len, kv_len, position, block_m, block_n, is_causal)
     live = tile * block_m < q_len
     row_of = torch.arange(len(sequences) * tiles, device=device).view(len(sequences), 1, tiles)
     row_of = row_of.expand(-1, num_heads, -1)

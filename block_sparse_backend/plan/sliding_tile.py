@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from block_sparse_backend import masks
 from block_sparse_backend.plan.block_plan import FULL, PARTIAL, SKIP, BlockPlan, from_kinds
 from block_sparse_backend.plan.block_plan import uniform_sequences as _uniform
 from block_sparse_backend.plan.token_order import Box, TileOrder
-from block_sparse_backend.variants import masks
 
 EvenWindows = Literal["wide", "exact"]
 

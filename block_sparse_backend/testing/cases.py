@@ -9,11 +9,12 @@ from backend_core.operator import forced
 from backend_core.tables.schema import KernelPath
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
-from block_sparse_backend.dense8 import QuantisedPath
+from block_sparse_backend.dense8 import Attend
 from block_sparse_backend.launch_params import TABLES, TritonParams
 from block_sparse_backend.plan.block_plan import BlockPlan
-from block_sparse_backend.spec import QuantisedSpec
-from block_sparse_backend.variants.sage import Quantised
+from block_sparse_backend.quantise import Quantise, Quantised, QuantisePath
+from block_sparse_backend.selection import selection_for
+from block_sparse_backend.spec import QuantisedSpec, QuantiseSpec, SageMode
 
 BLOCKS = {"block_m": 32, "block_n": 32}
 OUT_ERROR, LSE_ERROR = 4e-3, 2e-3  # bf16 and fp16 weights round to 2^-9 and 2^-12
@@ -64,14 +65,36 @@ def causal_seen(q_len: int, kv_len: int) -> Tensor:
     return torch.arange(q_len)[:, None] + kv_len - q_len >= torch.arange(kv_len)[None]
 
 
-def quantised_run(x: Quantised, plan: BlockPlan, params: TritonParams) -> QuantisedPath:
+def quantiser(
+    q: Tensor, k: Tensor, v: Tensor, mode: SageMode, block_n: int, path: str = "triton"
+) -> Quantise:
+    """What quantises such inputs for 8-bit attention."""
+    selection = selection_for("quantise", "q", q, QuantiseSpec(mode, block_n=block_n), path)
+    chosen: QuantisePath = selection.run(1)
+    return chosen(q, k, v, None)
+
+
+def quantised(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mode: SageMode,
+    scale: float,
+    block_n: int,
+    path: str = "triton",
+) -> Quantised:
+    """Inputs as 8-bit attention takes them."""
+    return quantiser(q, k, v, mode, block_n, path)(q, k, v, scale, None)[0]
+
+
+def attention_of(x: Quantised, plan: BlockPlan, params: TritonParams) -> Attend:
     """The 8-bit kernel alone, with other parameters than the table's."""
     heads, group = x.q.shape[1], x.q.shape[1] // x.k.shape[1]
-    spec = QuantisedSpec(x.mode, heads, group, x.q.shape[3], plan.block_m, plan.block_n)
+    tile = (plan.block_m, plan.block_n, plan.has_partial, plan.mask)
+    spec = QuantisedSpec(x.mode, heads, group, x.q.shape[3], *tile)
     row = KernelPath("triton", "block_sparse_int8", None, frozenset(), params, False, "as given")
-    target = detect_target(x.q.device)
-    run: QuantisedPath = forced(TABLES, target, spec.of_plan(plan), row).run(1)
-    return run
+    attend: Attend = forced(TABLES, detect_target(x.q.device), spec, row).run(1)
+    return attend
 
 
 def elements_seen(plan: BlockPlan, sequence: int = 0) -> Tensor:

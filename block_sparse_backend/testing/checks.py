@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,14 +12,23 @@ from backend_core.testing.numerics import relative_error
 from block_sparse_backend import reference
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.plan import intervals, predicted
-from block_sparse_backend.sage import DEFAULT_MODE, quantised_attention
+from block_sparse_backend.plan.choice import Choice
+from block_sparse_backend.quantise.torch import dequantised
+from block_sparse_backend.sage import (
+    DEFAULT_MODE,
+    packed_attention,
+    predicted_attention,
+    quantised_attention,
+)
+from block_sparse_backend.selection import default_blocks_int8
+from block_sparse_backend.spec import SageMode
 from block_sparse_backend.testing.cases import (
     OUT_ERROR,
     causal_seen,
     elements_seen,
     inputs,
+    quantised,
 )
-from block_sparse_backend.variants.sage import SageMode
 
 if TYPE_CHECKING:
     from backend_core.family import CheckCase
@@ -31,22 +40,31 @@ INT8_ERROR = {True: 6e-2, False: 2e-2}
 
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
-    """Causal calls with fewer queries than keys and with more, in each head size and mode; one over
-    predicted blocks or a map; packed sequences where the path has them."""
-    if path.operator == "block_sparse":
-        cases: dict[str, CheckCase] = {
-            f"causal, {queries} queries, D {dim}": partial(_sixteen_bit, path, queries, dim)
-            for queries, dim in ((200, 128), (320, 64))
-        }
-        cases["predicted blocks"] = partial(_predicted, path)
-        if "packed" in path.features:
-            cases |= {f"packed, D {dim}": partial(_packed, path, dim) for dim in (128, 64)}
-        return cases
+    """Causal calls with fewer queries than keys and with more, in each head size and mode; packed
+    sequences where the path has them; inputs that are quantised; predicted plans and those of a
+    map and of packed sequences."""
     modes = {"16-bit values": SageMode(fp8_values=False)}
     if "e4m3_values" in path.features:
         modes["e4m3 values"] = DEFAULT_MODE
-    found: dict[str, CheckCase] = {name: partial(_int8, path, mode) for name, mode in modes.items()}
-    return found | {"map of blocks": partial(_mapped, path)}
+    cases: dict[str, CheckCase]
+    match path.operator:
+        case "block_sparse":
+            cases = {
+                f"causal, {queries} queries, D {dim}": partial(_sixteen_bit, path, queries, dim)
+                for queries, dim in ((200, 128), (320, 64))
+            }
+            if "packed" in path.features:
+                cases |= {f"packed, D {dim}": partial(_packed, path, dim) for dim in (128, 64)}
+        case "block_sparse_int8":
+            cases = {name: partial(_int8, path, mode) for name, mode in modes.items()}
+        case "quantise":
+            cases = {name: partial(_quantised, path, mode) for name, mode in modes.items()}
+            cases["packed sequences"] = partial(_packed_int8, path)
+        case "predict":
+            cases = {"predicted blocks": partial(_predicted, path)}
+        case _:
+            cases = {"map of blocks": partial(_mapped, path), "packed": partial(_offsets, path)}
+    return cases
 
 
 def _sixteen_bit(
@@ -79,13 +97,14 @@ def _error(
 
 
 def _predicted(path: KernelPath, target: Target, device: torch.device) -> tuple[float, float]:
-    """Attention over blocks that pooled queries and keys predict, with and without likenesses.
+    """Blocks that pooled queries and keys predict, with and without likenesses, by `predict` and
+    while quantising; and the error of attention over them.
 
     Raises:
-        RuntimeError: the kernels keep other blocks than torch, or all blocks.
+        RuntimeError: the path keeps other blocks than torch, or all blocks.
     """
     generator = torch.Generator().manual_seed(7)
-    block_m, block_n = path.params.blocks
+    block_m, block_n = default_blocks_int8(device)
 
     def blocks_alike(heads: int, tokens: int, block: int) -> torch.Tensor:
         x = torch.randn(1, heads, -(-tokens // block), 64, generator=generator)
@@ -95,17 +114,17 @@ def _predicted(path: KernelPath, target: Target, device: torch.device) -> tuple[
     q, k = blocks_alike(2, 2 * block_m + 8, block_m), blocks_alike(1, 6 * block_n - 8, block_n)
     v = torch.randn(k.shape, generator=generator).half()
     q, k, v = (x.to(device) for x in (q, k, v))
-    kernels = "torch" if path.name == "torch" else "triton"
-    errors = []
+    errors, mode = [], SageMode(fp8_values=False)
+    tile: dict[str, Any] = {"block_m": block_m, "block_n": block_n}
     for least in (0.3, -0.1):
-        asked = {"topk": 0.4, "min_likeness": least, "block_m": block_m, "block_n": block_n}
-        plan = predicted.predict(q, k, path=kernels, **asked)
-        result = block_sparse_attention(q, k, v, plan, path=path.name)
-        want = predicted.predict(q.cpu(), k.cpu(), path="torch", **asked)
-        seen, by_torch = (elements_seen(p) for p in (plan, want))
-        if not torch.equal(seen, by_torch) or bool(seen.all()):
-            raise RuntimeError("the kernels keep other blocks than torch, or all of them")
-        errors.append(_error(result, (q, k, v), seen))
+        asked: dict[str, Any] = {"topk": 0.4, "min_likeness": least}
+        want = elements_seen(predicted.predict(q.cpu(), k.cpu(), path="torch", **asked, **tile))
+        plan = predicted.predict(q, k, path=path.name, **asked, **tile)
+        *_, on_the_way = predicted_attention(q, k, v, Choice(**asked), mode=mode, path=path.name)
+        seen = [elements_seen(found) for found in (plan, on_the_way)]
+        if not all(torch.equal(want, x) for x in seen) or bool(want.all()):
+            raise RuntimeError("other blocks are kept than in torch, or all of them")
+        errors.append(_error(block_sparse_attention(q, k, v, plan), (q, k, v), want))
     return max(errors), OUT_ERROR
 
 
@@ -144,13 +163,53 @@ def _int8(
     return _error(result, (q, k, v), causal_seen(200, 256)), INT8_ERROR[mode.fp8_values]
 
 
+def _quantised(
+    path: KernelPath, mode: SageMode, target: Target, device: torch.device
+) -> tuple[float, float]:
+    """The largest error of q, k and v."""
+    given = inputs((4, 200, 64), (2, 256, 64), seed=2, device=device)
+    made = dequantised(quantised(*given, mode, 0.125, 64, path.name))
+    errors = [relative_error(x.cpu(), y.cpu()) for x, y in zip(made, given, strict=True)]
+    return max(errors), INT8_ERROR[mode.fp8_values]
+
+
+def _packed_int8(path: KernelPath, target: Target, device: torch.device) -> tuple[float, float]:
+    """Two sequences of different keys' means, and tokens of none, which are 0."""
+    q, k, v = inputs((2, 70, 64), (1, 150, 64), seed=5, device=device)
+    k[:, :, :90] += 4.0
+    ends_q, ends_k = (0, 20, 67), (0, 90, 143)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ends_q, ends_k))
+    out = packed_attention(q, k, v, cu_q, cu_k, (70, 150), is_causal=True, path=path.name)
+    if out[:, :, 67:].any():
+        raise RuntimeError("tokens of no sequence must have output 0")
+    errors = []
+    for i in range(2):
+        at, keys = (slice(*ends[i : i + 2]) for ends in (ends_q, ends_k))
+        own = [x.cpu() for x in (q[:, :, at], k[:, :, keys], v[:, :, keys])]
+        seen = causal_seen(at.stop - at.start, keys.stop - keys.start)
+        want, _ = reference.attention(own[0], own[1], own[2], seen, 64**-0.5)
+        errors.append(relative_error(out[:, :, at].cpu(), want))
+    return max(errors), INT8_ERROR[False]
+
+
 def _mapped(path: KernelPath, target: Target, device: torch.device) -> tuple[float, float]:
-    """Blocks of a map, some tiles of which see the first block alone."""
-    q, k, v = inputs((2, 200, 64), (1, 500, 64), seed=4, device=device)
-    block_m, block_n = path.params.blocks
-    shape = (1, 2, -(-200 // block_m), -(-500 // block_n))
+    """Elements that a map's plan sees and those of the map that differ, with the first block kept
+    in any case."""
+    shape, blocks = (1, 2, 4, 5), (64, 128)
     kept = torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.4
-    plan = predicted.from_map(kept.to(device), (200, 500), (block_m, block_n), True)
-    mode = SageMode(fp8_values=False)
-    result = quantised_attention(q, k, v, plan, mode=mode, path=path.name)
-    return _error(result, (q, k, v), elements_seen(plan)), INT8_ERROR[False]
+    plan = predicted.from_map(kept.to(device), (200, 600), blocks, True, path.name)
+    kept[..., 0] = True
+    want = kept[0].repeat_interleave(64, 1).repeat_interleave(128, 2)[:, :200, :600]
+    return float((elements_seen(plan) != want).sum()), 0.0
+
+
+def _offsets(path: KernelPath, target: Target, device: torch.device) -> tuple[float, float]:
+    """Numbers of the plan of packed sequences that differ from torch's: more queries than keys,
+    none, and fewer."""
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ((0, 70, 70, 300), (0, 40, 90, 700)))
+    of: dict[str, Any] = {"tokens": (300, 700), "block_m": 64, "block_n": 64}
+    want = intervals.ragged(cu_q, cu_k, 230, 610, 2, **of, path="torch")
+    got = intervals.ragged(cu_q.to(device), cu_k.to(device), 230, 610, 2, **of, path=path.name)
+    names = ("rows", "work", "sequences", "key_blocks", "first_blocks")
+    pairs = [(getattr(got, name).cpu(), getattr(want, name)) for name in names]
+    return float(sum(int((x != y).sum()) for x, y in pairs)), 0.0

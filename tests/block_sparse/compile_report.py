@@ -18,17 +18,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.tables.select import load_table
+from block_sparse_backend import masks
 from block_sparse_backend.kernels import block_sparse, block_sparse_int8, plans, predict, quantise
 from block_sparse_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from block_sparse_backend.launch_params import TABLES
-from block_sparse_backend.plan.predicted import (
+from block_sparse_backend.predict.triton import (
     ORDER_ROWS,
     SCORE_COLS,
     SCORE_ROWS,
     SCORE_STEP,
     SCORE_WARPS,
 )
-from block_sparse_backend.variants import masks
 from tests.offline import TARGETS, Report, compile_kernel, dump, measure
 
 REPORT = Path(__file__).with_name("compile_report.json")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from backend_core.testing.numerics import relative_error
-from block_sparse_backend import reference
+from block_sparse_backend import masks, reference
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
@@ -17,7 +17,6 @@ from block_sparse_backend.testing.cases import (
     causal_seen,
     inputs,
 )
-from block_sparse_backend.variants import masks
 
 PATHS = pytest.mark.parametrize("path", ["torch", "triton"])
 

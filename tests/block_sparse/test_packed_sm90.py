@@ -65,7 +65,7 @@ def handed(monkeypatch: pytest.MonkeyPatch, plan: BlockPlan, *x: torch.Tensor) -
     row = select(TABLES, "block_sparse", H200, spec).row(1)
     assert row.name == "gluon"
     call = BlockSparseInputs(q, k, v, plan, 0.1, out, lse)
-    gluon.bind(row, spec, H200).prepare(call)(call)
+    gluon.bind(row, spec, H200)(call)(call)
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,25 +75,27 @@ def test_many_packed_sequences(is_causal: bool, seed: int, device: torch.device)
     sizes[:, 70], sizes[:, 100] = 700, 0
     offsets = torch.nn.functional.pad(sizes.cumsum(1), (1, 0)).int().to(device)
     tokens = (int(sizes[0].sum()), int(sizes[1].sum()))
-    made = [
-        make((offsets[0], offsets[1]), (600, 650), (400, 390), 3, (32, 64), is_causal)
-        for make in (intervals._with_kernel, intervals._with_torch)
-    ]
-    for ours, torchs in zip(*made, strict=True):
-        assert torch.equal(ours, torchs)
-    plan = intervals.ragged(*offsets, 600, 650, 3, tokens=tokens, block_m=32, block_n=64)
+    given: dict[str, Any] = {"num_heads": 3, "tokens": tokens, "is_causal": is_causal}
+    given |= {"block_m": 32, "block_n": 64}
+    plan, in_torch = (
+        intervals.ragged(*offsets, 600, 650, **given, path=path) for path in ("triton", "torch")
+    )
+    for name in ("rows", "work", "sequences", "key_blocks", "first_blocks"):
+        assert torch.equal(getattr(plan, name), getattr(in_torch, name)), name
     assert len(plan.rows) < 400 and plan.key_blocks is not None and len(plan.key_blocks) < 390
     assert_well_formed(plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
 @pytest.mark.parametrize("keep_first", [False, True])
+@pytest.mark.parametrize("path", ["torch", "triton"])
 def test_a_map_of_blocks(
-    dtype: torch.dtype, keep_first: bool, seed: int, device: torch.device
+    path: str, dtype: torch.dtype, keep_first: bool, seed: int, device: torch.device
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     kept = (torch.rand(2, 3, 70, 4, generator=generator) < 0.4).mT
-    plan = predicted.from_map(kept.to(device, dtype), (128, 70 * 64 - 3), (32, 64), keep_first)
+    sizes = (128, 70 * 64 - 3), (32, 64)
+    plan = predicted.from_map(kept.to(device, dtype), *sizes, keep_first, path)
     assert_well_formed(plan)
     for _, head, tile, row in plan.work.tolist()[: 3 * 4]:
         begin, full_end, end, _ = plan.rows[row].tolist()

@@ -16,6 +16,8 @@ from block_sparse_backend.plan import predicted
 from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences, work_list
 from block_sparse_backend.plan.choice import Choice
 from block_sparse_backend.sage import predicted_attention, quantised_attention
+from block_sparse_backend.selection import selection_for
+from block_sparse_backend.spec import PredictSpec, QuantiseSpec, SageMode
 from block_sparse_backend.testing.cases import (
     BLOCKS,
     assert_matches,
@@ -23,9 +25,6 @@ from block_sparse_backend.testing.cases import (
     elements_seen,
     inputs,
 )
-from block_sparse_backend.variants import sage
-from block_sparse_backend.variants.pooled import Pooled, pool, pool_in_torch
-from block_sparse_backend.variants.sage import SageMode
 from tests.engines.kda.sglang.device_graph import DeviceGraph
 
 M, N = 80, 200
@@ -46,6 +45,13 @@ def smooth_inputs(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tens
     made = [2 * x + 0.2 * torch.randn(x.shape, generator=generator) for x in (wide_q, wide_k)]
     q, k = (x[None].contiguous().half().to(device) for x in made)
     return q, k, v.to(device)
+
+
+def predictor(q: Tensor, k: Tensor, choice: Choice, blocks: tuple[int, int], path: str) -> Any:
+    """A path, which does the two steps of `predicted.predict`."""
+    is_centred = choice.kind.has_likeness
+    spec = PredictSpec.of(q, k, choice.kind, blocks, is_centred=is_centred)
+    return selection_for("predict", "q", q, spec, path).run(1)
 
 
 def kept(plan: BlockPlan) -> list[list[int]]:
@@ -178,12 +184,15 @@ def test_prediction_while_quantising(
     for name in ("rows", "work", "sequences"):
         assert torch.equal(getattr(plan, name), getattr(want_plan, name)), name
     torch.testing.assert_close(got, list(want), rtol=0, atol=0)
-    pooled = [Pooled.empty(q, k, *blocks, choice.has_likeness)]
-    sage.quantise(q, k, v, SageMode(), 0.125, blocks[1], pooled[0])
-    pooled += [pool_in_torch(q, k, blocks), pool(q, k, blocks, choice.has_likeness)]
+    has_likeness = choice.kind.has_likeness
+    asked = QuantiseSpec(SageMode(), *blocks, True, has_likeness)
+    quantise = selection_for("quantise", "q", q, asked, "triton").run(1)(q, k, v, None)
+    pooled = [quantise(q, k, v, 0.125, None)[1]]
+    for path in ("torch", "triton"):
+        pooled.append(predictor(q, k, choice, blocks, path).pool(q, k))
     for name in ("q_sums", "k_sums", "q_likeness", "k_likeness"):
         made = [getattr(x, name) for x in pooled]
-        if not pooled[2].is_centred and name == "k_sums":  # they still have their mean
+        if not has_likeness and name == "k_sums":  # they still have their mean
             count = (N - torch.arange(made[2].shape[2], device=device) * blocks[1]).clamp(max=32)
             made[2] = made[2] - count[:, None] * k.float().mean(2, keepdim=True)
         for x in made:
@@ -196,8 +205,8 @@ def test_scores_beside_float64(is_causal: bool, seed: int, device: torch.device)
     number each. The bound is the format's rounding of both factors, over their lengths."""
     q, k, _ = inputs((2, 140, 64), (1, 700, 64), seed=seed, device=device)
     k = k + 10 * torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(seed)).to(k)
-    x = pool(q, k, (16, 32), False)
-    got = predicted.scores(x, is_causal, 0.25)[..., :22].cpu().double()
+    run = predictor(q, k, Choice(topk=0.5, is_causal=is_causal), (16, 32), "triton")
+    got = run.scores(run.pool(q, k), 0.25)[..., :22].cpu().double()
     middle = 11 * 32
 
     def means(t: Tensor, block: int) -> Tensor:
@@ -379,7 +388,7 @@ def test_bad_input_is_one_sentence() -> None:
     long = torch.zeros(1, 1, 1, 64).expand(1, 1, 1 << 22, 64)
     with pytest.raises(ValueError, match=r"fewer than 2\^31 blocks of 64 queries by 128 keys"):
         predicted.predict(long, long, topk=0.5)
-    with pytest.raises(ValueError, match='path must be "torch" or "triton", got \'gluon\''):
+    with pytest.raises(ValueError, match="path must be one of torch, triton, got 'gluon'"):
         predicted.predict(q, q, topk=0.5, path="gluon")
     with pytest.raises(ValueError, match=r"v must have shape \[1, 1, 64, DV\]"):
         predicted_attention(q.half(), q.half(), q.half()[:, :, :3], Choice(topk=0.5))

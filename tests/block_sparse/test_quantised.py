@@ -10,23 +10,23 @@ from backend_core.testing.numerics import relative_error
 from block_sparse_backend import reference
 from block_sparse_backend.launch_params import TritonParams
 from block_sparse_backend.plan import intervals
+from block_sparse_backend.quantise.torch import dequantised
 from block_sparse_backend.sage import quantised_attention
+from block_sparse_backend.spec import SageMode
 from block_sparse_backend.testing.cases import (
     BLOCKS,
     assert_matches,
+    attention_of,
     causal_seen,
     inputs,
-    quantised_run,
+    quantised,
 )
-from block_sparse_backend.variants import sage
-from block_sparse_backend.variants.sage import SageMode
 
 MODES = {
     "e4m3_values": (SageMode(), 6e-2, 0.25),
     "half_values": (SageMode(fp8_values=False), 2e-2, 0.25),
 }
 M, N = 40, 100
-QUANTISE = {"torch": sage.quantise_in_torch, "triton": sage.quantise}
 
 
 def offset_inputs(seed: int, device: torch.device, m: int = M) -> list[Tensor]:
@@ -42,8 +42,8 @@ def offset_inputs(seed: int, device: torch.device, m: int = M) -> list[Tensor]:
 def test_quantisers_are_as_in_torch(name: str, seed: int, device: torch.device) -> None:
     mode = MODES[name][0]
     q, k, v = offset_inputs(seed, device)
-    got = sage.quantise(q, k, v, mode, 0.125, 32)
-    want = sage.quantise_in_torch(q.cpu(), k.cpu(), v.cpu(), mode, 0.125, 32)
+    got = quantised(q, k, v, mode, 0.125, 32)
+    want = quantised(q.cpu(), k.cpu(), v.cpu(), mode, 0.125, 32, "torch")
     for field in ("q_scale", "k_scale", "v_scale", "shift", "k_mean"):
         ours, theirs = getattr(got, field), getattr(want, field)
         assert (ours is None) == (theirs is None) == (field == "v_scale" and not mode.fp8_values)
@@ -61,7 +61,7 @@ def test_a_block_of_one_token_is_rounded_to_nearest() -> None:
     q, k, v = (
         torch.randn(1, 1, 65, 64, generator=torch.Generator().manual_seed(n)) for n in range(3)
     )
-    got = sage.quantise_in_torch(q, k, v, SageMode(), 0.125, 64)
+    got = quantised(q, k, v, SageMode(), 0.125, 64, "torch")
     assert got.v_scale is not None
     scaled = (v - v.mean(2, keepdim=True))[0, 0, 64] / got.v_scale[0, 0]
     last = got.v[0, 0, :, 64:].float()
@@ -92,8 +92,8 @@ def test_kernel_is_the_product_of_what_was_quantised(seed: int, device: torch.de
     """With 16-bit values the kernel adds only its own rounding to that of the inputs."""
     mode = SageMode(fp8_values=False)
     q, k, v = offset_inputs(seed, device)
-    x = sage.quantise(q, k, v, mode, 0.125, 32)
-    exact = [t.cpu() for t in sage.dequantised(x)]
+    x = quantised(q, k, v, mode, 0.125, 32)
+    exact = [t.cpu() for t in dequantised(x)]
     want = reference.attention(*exact, causal_seen(M, N), 0.125)
     plan = intervals.causal(M, N, 2, **BLOCKS, device=device)
     got = quantised_attention(q, k, v, plan, mode=mode, path="triton")
@@ -113,8 +113,8 @@ def test_wide_logits(
     q, k, v = offset_inputs(seed, device, m)
     q = 4 * q
     plan = intervals.causal(m, N, 2, **BLOCKS, device=device)
-    x = sage.quantise(q, k, v, SageMode(fp8_values=fp8_values), 0.125, 32)
-    q8, k8, v8 = (t.cpu() for t in sage.dequantised(x))
+    x = quantised(q, k, v, SageMode(fp8_values=fp8_values), 0.125, 32)
+    q8, k8, v8 = (t.cpu() for t in dequantised(x))
     assert x.shift is not None
     k8 = k8 - x.k_mean.cpu()[:, :, None]  # the shift of the LSE is of the queries as they came
     want = reference.attention(q8, k8, v8, causal_seen(m, N), 0.125)
@@ -123,7 +123,7 @@ def test_wide_logits(
     unit = 3 * 0.125 * float(x.q_scale.max() * x.k_scale.max())
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device=device)
     params = TritonParams(**BLOCKS, num_warps=4, num_stages=2)
-    quantised_run(x, plan, params).attend(x, plan, 0.125, out, lse)
+    attention_of(x, plan, params)(x, plan, 0.125, out, lse)
     assert_matches((out, lse), want, (6e-2 if fp8_values else 2e-3, 1e-3 + unit))
 
 
@@ -157,8 +157,8 @@ def test_a_massive_key(
 def test_rounded_values_keep_their_mean(path: str, seed: int, device: torch.device) -> None:
     """The mean of what rounding left would not average away over many keys."""
     q, k, v = offset_inputs(seed, device)
-    x = QUANTISE[path](q, k, v, SageMode(), 0.125, 32)
-    gap = sage.dequantised(x)[2].double().mean(2) - v.double().mean(2)
+    x = quantised(q, k, v, SageMode(), 0.125, 32, path)
+    gap = dequantised(x)[2].double().mean(2) - v.double().mean(2)
     assert float(gap.abs().max()) < 1e-5
 
 
@@ -166,8 +166,8 @@ def test_rounded_values_of_a_block_are_nearer_in_sum(seed: int, device: torch.de
     """Nearest values are off by 0.026 standard deviations, and sums of 128 by 0.3."""
     q, k, v = inputs((1, 128, 128), (1, 1280, 128), seed=seed, device=device)
     for path in ("torch", "triton"):
-        x = QUANTISE[path](q, k, v, SageMode(), 0.125, 128)
-        left = (sage.dequantised(x)[2].double() - v.double()).cpu()
+        x = quantised(q, k, v, SageMode(), 0.125, 128, path)
+        left = (dequantised(x)[2].double() - v.double()).cpu()
         blocks = left.unflatten(2, (10, 128)).sum(3)
         assert float(blocks.square().mean().sqrt()) < 0.24
         assert float(left.square().mean().sqrt()) < 0.028
@@ -177,8 +177,8 @@ def test_a_scale_is_of_few_tokens(seed: int, device: torch.device) -> None:
     """Of one query, and of 16 keys: the error of logits is below that of scales of two queries and
     32 keys."""
     q, k, v = inputs((8, 256, 128), (8, 256, 128), seed=seed, device=device)
-    x = sage.quantise(q, k, v, SageMode(), 0.125, 128)
-    got = sage.dequantised(x)
+    x = quantised(q, k, v, SageMode(), 0.125, 128)
+    got = dequantised(x)
     errors = [relative_error(ours.cpu(), y.cpu()) for ours, y in zip(got, (q, k), strict=False)]
     assert errors[0] < 6.7e-3 and errors[1] < 8.4e-3
 
@@ -188,7 +188,7 @@ def test_canary_without_the_lse_shift(seed: int, device: torch.device) -> None:
     want = reference.attention(q.cpu(), k.cpu(), v.cpu(), causal_seen(M, N), 0.125)
     plan = intervals.causal(M, N, 2, **BLOCKS, device=device)
     out, lse = quantised_attention(q, k, v, plan, path="triton")
-    x = sage.quantise(q, k, v, SageMode(), 0.125, 32)
+    x = quantised(q, k, v, SageMode(), 0.125, 32)
     assert_matches((out, lse), want, (6e-2, 0.25))
     assert x.shift is not None
     with pytest.raises(AssertionError):

@@ -19,16 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend_core.launch.triton import KernelLaunch
 from backend_core.target import Target
-from block_sparse_backend import block_sparse, sage
+from block_sparse_backend import selection
 from block_sparse_backend.dense8 import triton as dense8
 from block_sparse_backend.drop_ins import sageattention, spargeattn
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.sage import (
     PACKED_MODE,
-    default_blocks,
     packed_attention,
     quantised_attention,
 )
+from block_sparse_backend.selection import default_blocks_int8
 from block_sparse_backend.testing.cases import causal_seen, inputs, relative_error
 from tests.block_sparse.compiler import compiler
 
@@ -174,8 +174,8 @@ def test_packed_sequences_are_one_launch(
     with monkeypatch.context() as patched:
         patched.setattr(dense8, "attention_kernel", counted)
         # a kernel that another test has bound would not be counted
-        patched.setattr(block_sparse, "_selection", block_sparse._selection.__wrapped__)
-        patched.setattr(block_sparse, "select", block_sparse.select.__wrapped__)
+        patched.setattr(selection, "_selection", selection._selection.__wrapped__)
+        patched.setattr(selection, "select", selection.select.__wrapped__)
         out = packed_attention(
             q, k, v, *offsets, (140, 200), is_causal=is_causal, scale=0.2, path="triton"
         )
@@ -186,7 +186,7 @@ def test_packed_sequences_are_one_launch(
             assert not out[:, :, at].any()
             continue
         make = intervals.causal if is_causal else intervals.dense
-        block_m, block_n = default_blocks(device)
+        block_m, block_n = default_blocks_int8(device)
         sizes = at.stop - at.start, keys.stop - keys.start
         plan = make(*sizes, 4, block_m=block_m, block_n=block_n, device=device)
         own = q[:, :, at], k[:, :, keys], v[:, :, keys]
@@ -216,11 +216,8 @@ def test_a_call_like_one_before_allocates_and_launches(monkeypatch: pytest.Monke
     kept = torch.ones(1, 2, 3, 2, dtype=torch.bool)
     monkeypatch.setattr(KernelLaunch, "_interpret", lambda self, grid, *given: None)
     monkeypatch.setattr(
-        block_sparse, "detect_target", lambda device: Target("nvidia", "sm90", 132, "H200")
+        selection, "detect_target", lambda device: Target("nvidia", "sm90", 132, "H200")
     )
-    unkept = sage.default_blocks.__wrapped__
-    for module in (sage, sageattention):
-        monkeypatch.setattr(module, "default_blocks", unkept)
     views = {"aten.transpose.int", "aten.slice.Tensor", "aten.unsqueeze.default", "aten.view.dtype"}
     views |= {"aten.select.int", "aten.alias.default", "aten.detach.default"}
     made = {"aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default"}
@@ -308,7 +305,7 @@ def test_a_share_of_blocks_is_rounded_up(topk: float, seed: int, device: torch.d
     result = spargeattn.spas_sage2_attn_meansim_topk_cuda(
         q, k, v, topk=topk, simthreshd1=-0.1, return_sparsity=True
     )
-    blocks = 512 // default_blocks(device)[1]
+    blocks = 512 // default_blocks_int8(device)[1]
     assert result[1] == pytest.approx(1.0 - math.ceil(topk * blocks) / blocks)
 
 

@@ -22,7 +22,7 @@ from backend_cli.check.probes import Probe, probes
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS, Target
-from block_sparse_backend import block_sparse
+from block_sparse_backend import selection
 from dsv4_backend.testing import check_cases as dsv4_cases
 from mla_backend.decode import sm90 as mla_sm90
 
@@ -68,7 +68,7 @@ def record(target: Target) -> None:
         (CudaKernel, "__call__", cuda_call),
         (CudaKernel, "load", lambda self: None),
         (mla_sm90, "_tensor_map", lambda *_: bytes(128)),
-        (block_sparse, "detect_target", lambda device: target),
+        (selection, "detect_target", lambda device: target),
         (dsv4_cases, "_bits", lambda x: torch.zeros(1)),
         (dsv4_cases, "_different", lambda *_: 0.0),
     ):

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from backend_cli.bench import scripts
 from backend_core.engines import entry
 from backend_core.family import PACKAGES
+from tests.core.evidence import shared_modules
 
 ROOT = Path(__file__).parents[2]
 OURS = ("backend_cli", "backend_core", *PACKAGES)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-BENCHMARKS = [Path("benchmarks", *folder) for folder in ((), ("engines",), ("peers",))]
+BENCHMARKS = "kda_dsv4_benchmarks"
 
 # Run in an installed copy; prints where the package and its tables come from.
 PROBE = """
@@ -48,9 +50,8 @@ def test_every_folder_with_modules_is_packaged() -> None:
         for package in OURS
         for file in (ROOT / package).rglob("*.py")
     }
-    scripts = {".".join(("kda_dsv4_benchmarks", *folder.parts)) for folder in BENCHMARKS}
     packages = set(PROJECT["tool"]["setuptools"]["packages"])
-    assert packages == folders | {"backend_core.configs"} | scripts
+    assert packages == folders | {"backend_core.configs"}
     assert set(PROJECT["tool"]["mypy"]["packages"]) == {*OURS, "benchmarks", "tools.fuzz"}
 
 
@@ -71,6 +72,18 @@ def test_entry_points_are_named_after_families() -> None:
         for name, value in entries[group].items():
             found = EntryPoint(name, value, group).load()
             assert (found.func, found.args) == (register, (name,))
+
+
+def _what_bench_runs() -> set[Path]:
+    """The scripts of `Family.benchmarks` and the modules that they import, with their packages."""
+    left = [ROOT / "benchmarks" / script for script in scripts().values()]
+    found: set[Path] = set()
+    while left:
+        file = left.pop()
+        if file.relative_to(ROOT) not in found:
+            found |= {file.relative_to(ROOT), file.with_name("__init__.py").relative_to(ROOT)}
+            left += shared_modules(ROOT, file)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +126,8 @@ def test_the_wheel_holds_every_table_marker_and_licence(wheel: Path) -> None:
     assert sources and sources <= names
     assert {f"{package}/py.typed" for package in OURS} <= names
     assert modules <= names
-    scripts = {
-        f"kda_dsv4_benchmarks/{file.relative_to(ROOT)}"
-        for folder in BENCHMARKS
-        for file in (ROOT / folder).glob("*.py")
-    }
-    assert scripts and scripts <= names
+    scripts = {name for name in names if name.startswith(BENCHMARKS)}
+    assert scripts == {f"{BENCHMARKS}/{file}" for file in _what_bench_runs()}
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks", "docs"))]
 

@@ -13,7 +13,7 @@ from backend_core.family import families
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
 from backend_core.target import Target
-from block_sparse_backend import block_sparse
+from block_sparse_backend import selection
 from mla_backend.decode import triton as mla_triton
 from mla_backend.drop_ins.flashinfer import cascade
 from mla_backend.sparse import triton as sparse_mla_triton
@@ -99,7 +99,7 @@ def _placed(run: Callable[[Target], Answer]) -> Callable[[Target], Answer]:
 def _as_on(target: Target) -> Iterator[None]:
     """CPU tensors select the target's rows, and products take the dtypes that they take there."""
     with contextlib.ExitStack() as stack:
-        selects = mock.patch.object(block_sparse, "detect_target", lambda device: target)
+        selects = mock.patch.object(selection, "detect_target", lambda device: target)
         stack.enter_context(selects)
         same = mock.patch.object(cascade, "operand_dtype", lambda x: x.dtype)
         stack.enter_context(same)

@@ -16,17 +16,18 @@ from block_sparse_backend.plan import intervals, predicted
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.sliding_tile import sliding_tile
 from block_sparse_backend.plan.token_order import tile_order
+from block_sparse_backend.quantise.torch import dequantised
 from block_sparse_backend.sage import packed_attention, quantised_attention
+from block_sparse_backend.spec import SageMode
 from block_sparse_backend.testing.cases import (
     LSE_ERROR,
     OUT_ERROR,
     causal_seen,
     elements_seen,
     inputs,
+    quantised,
 )
 from block_sparse_backend.testing.checks import INT8_ERROR
-from block_sparse_backend.variants import sage
-from block_sparse_backend.variants.sage import SageMode
 from tools.amdgcn.case import CPU, Answer, error_of, worse
 
 M, N = 70, 150
@@ -154,9 +155,9 @@ def _quantised(mode: SageMode) -> Answer:
     seen = causal_seen(M, N)
     got = quantised_attention(q, k, v, plan, mode=mode)
     want, _ = reference.attention(q, k, v, seen, 0.125)
-    x = sage.quantise(q, k, v, mode, 0.125, TILE["block_n"])
+    x = quantised(q, k, v, mode, 0.125, TILE["block_n"])
     plain = dataclasses.replace(x, k_mean=torch.zeros_like(x.k_mean))
-    out, lse = reference.attention(*sage.dequantised(plain), seen, 0.125)
+    out, lse = reference.attention(*dequantised(plain), seen, 0.125)
     assert x.shift is not None
     exact = out, lse + x.shift.double()  # which is added to every logit of a query
     return worse((error_of(got[0], want), INT8_ERROR[False]), _answer(got, exact))

@@ -303,7 +303,7 @@ def report(package: str = "", folder: str = "", word: str = "") -> dict[str, lis
     folders = SOURCES | ({package: Path(folder)} if package else {})
     for name, place in folders.items():
         importlib.import_module(f"{name}.kernels.sm90").__path__ = [str(place)]
-    from block_sparse_backend.variants import masks
+    from block_sparse_backend import masks
     from mla_backend.kernels.sm90.sparse_mla_compute import STAGES
     from tests.block_sparse import compile_report as block_sparse
     from tests.mla import compile_report as sparse_mla

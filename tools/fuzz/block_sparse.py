@@ -25,11 +25,11 @@ from block_sparse_backend.plan.block_plan import (
     from_kinds,
     uniform_sequences,
 )
-from block_sparse_backend.sage import default_blocks, quantised_attention
-from block_sparse_backend.spec import BlockSparseSpec
+from block_sparse_backend.sage import quantised_attention
+from block_sparse_backend.selection import default_blocks_int8
+from block_sparse_backend.spec import BlockSparseSpec, SageMode
 from block_sparse_backend.testing.cases import LSE_ERROR, OUT_ERROR, causal_seen
 from block_sparse_backend.testing.checks import INT8_ERROR
-from block_sparse_backend.variants.sage import SageMode
 from tools.fuzz.batches import (
     Draw,
     FuzzBatch,
@@ -227,7 +227,7 @@ def int8_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     views = [x if layout == "HND" else x.transpose(1, 2) for x in (q, k, v)]
     plan = None
     if planned:
-        block_m, block_n = default_blocks(device)
+        block_m, block_n = default_blocks_int8(device)
         make = intervals.causal if is_causal else intervals.dense
         plan = make(m, n, heads, batch=batch, block_m=block_m, block_n=block_n, device=device)
 

@@ -1,0 +1,134 @@
+"""Quantisation in torch, and the way back: what the 8-bit kernel multiplies."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from backend_core.autocast import without_autocast
+from backend_core.tables.schema import KernelPath
+from backend_core.target import Target
+from block_sparse_backend.plan.block_plan import BlockPlan
+from block_sparse_backend.predict import Pooled
+from block_sparse_backend.predict.torch import pool
+from block_sparse_backend.quantise import E4M3_MAX, TINY, Quantise, Quantised, QuantisePath
+from block_sparse_backend.spec import QuantiseSpec
+
+
+def bind(row: KernelPath, spec: QuantiseSpec, target: Target) -> QuantisePath:
+    return functools.partial(_prepare, spec)
+
+
+def _prepare(
+    spec: QuantiseSpec, q: Tensor, k: Tensor, v: Tensor, key_blocks: Tensor | None
+) -> Quantise:
+    return functools.partial(_quantise, spec)
+
+
+@without_autocast
+def _quantise(
+    spec: QuantiseSpec, q: Tensor, k: Tensor, v: Tensor, scale: float, plan: BlockPlan | None
+) -> tuple[Quantised, Pooled | None]:
+    mode, block_n, (m, n) = spec.mode, spec.block_n, (q.shape[2], k.shape[2])
+    q32, k32, v32 = q.float(), k.float(), v.float()
+    if plan is None:
+        k_mean = k32.mean(2)
+        at_mean = k_mean.repeat_interleave(q.shape[1] // k.shape[1], 1)[..., None]
+        shift: Tensor | None = scale * (q32 @ at_mean)[..., 0]
+        k32 = k32 - k_mean[:, :, None]
+    else:
+        shift, spans = None, plan.sequences[:, 3:5].tolist()
+        parts = [k32[:, :, first : first + count] for first, count in spans]
+        k_mean = torch.cat([part.mean(2).nan_to_num(0.0) for part in parts])
+        k32 = k32.clone()
+        for (first, count), mean in zip(spans, k_mean, strict=True):
+            k32[:, :, first : first + count] -= mean[:, None]
+    q8, q_scale = _to_int8(q32, torch.arange(m, device=q.device), m)
+    groups, (blocks, scales_of) = key_groups(k, spec, plan)
+    k8, k_scale = _to_int8(k32, groups, blocks * scales_of)
+    v8, v_scale, v_offset = v, None, None
+    if mode.fp8_values:
+        mean = v32.mean(2)
+        centred = v32 - mean[:, :, None]
+        v_scale = centred.abs().amax(2).clamp_min(TINY) / E4M3_MAX
+        padded = torch.nn.functional.pad(centred / v_scale[:, :, None], (0, 0, 0, -n % block_n))
+        place = permuted_tokens(padded.shape[2], q.device)
+        v8 = _to_e4m3(padded[:, :, place], block_n).transpose(2, 3).contiguous()
+        v_offset = mean - v_scale * (v8.float().sum(3) / n)
+    k_scale = k_scale.view(*k_scale.shape[:2], blocks, scales_of)
+    k_scale = torch.cat([k_scale, k_scale.amax(3, keepdim=True)], 3)
+    scales = (q_scale, k_scale, v_scale)
+    x = Quantised(mode, q8, k8, v8, *scales, v_offset, shift, k_mean, block_n)
+    return x, pool(q, k, (spec.block_m, block_n)) if spec.has_pool else None
+
+
+def key_groups(
+    k: Tensor, spec: QuantiseSpec | Quantised, plan: BlockPlan | None
+) -> tuple[Tensor, tuple[int, int]]:
+    """The number of the scale of each key, int64 [N]; and the number of blocks and of scales of
+    a block. Keys of no sequence have any scale.
+
+    Args:
+        plan: of packed sequences.
+    """
+    n, span = k.shape[2], spec.mode.span(spec.block_n)
+    scales_of = 4 * (spec.block_n // span)
+    number = torch.arange(n, device=k.device)
+    if plan is None or plan.key_blocks is None:
+        return number // span * 4 + number % 8 // 2, (-(-n // spec.block_n), scales_of)
+    groups = torch.zeros_like(number)
+    for block, (first, count, _) in enumerate(plan.key_blocks.tolist()):
+        inside = number[:count]
+        groups[first : first + count] = block * scales_of + inside // span * 4 + inside % 8 // 2
+    return groups, (len(plan.key_blocks), scales_of)
+
+
+def _to_e4m3(x: Tensor, block: int) -> Tensor:
+    """As in ``kernels.quantise``, of [B, H, blocks of tokens, D]."""
+    tiles = x.reshape(*x.shape[:2], -1, block, x.shape[3])
+    nearest = tiles.to(torch.float8_e4m3fn).float()
+    left = tiles - nearest
+    step = torch.exp2(torch.floor(torch.log2(nearest.abs().clamp_min(2.0**-6))) - 3)
+    error = left.sum(3, keepdim=True)
+    sign = torch.where(error > 0, 1.0, -1.0)
+    least = 0.5 - error.abs() / step.sum(3, keepdim=True)
+    step = torch.where(left * sign > least * step, step, 0.0)
+    made_up = step.sum(3, keepdim=True) < 2.0 * error.abs()
+    step = torch.where(made_up, step, 0.0)
+    return (nearest + sign * step).reshape(x.shape).to(torch.float8_e4m3fn)
+
+
+def permuted_tokens(length: int, device: torch.device) -> Tensor:
+    """int64 [length]: the token in each place of the values."""
+    place = torch.arange(length, device=device)
+    r = place % 16
+    return place - r + 8 * (r // 2 % 2) + 2 * (r // 4) + r % 2
+
+
+def _to_int8(x: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    top = x.new_zeros(*x.shape[:2], groups)
+    index = group.expand(*x.shape[:2], -1)
+    top.scatter_reduce_(2, index, x.abs().amax(3), "amax")
+    scale = (top / 127).clamp_min(TINY)
+    return torch.round(x / scale.gather(2, index)[..., None]).to(torch.int8), scale
+
+
+def dequantised(x: Quantised, plan: BlockPlan | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in fp32 as the kernel's products see them, means added back; of packed sequences
+    keys stay without their mean, which no output shows.
+
+    Args:
+        plan: of packed sequences.
+    """
+    n = x.k.shape[2]
+    q = x.q.float() * x.q_scale[..., None]
+    groups, _ = key_groups(x.k, x, plan)
+    k = x.k.float() * x.k_scale[..., :-1].flatten(2)[:, :, groups, None]
+    v = x.v.float()
+    if x.v_scale is not None and x.v_offset is not None:
+        place = permuted_tokens(v.shape[3], v.device)
+        v = v.transpose(2, 3)[:, :, torch.argsort(place)][:, :, :n]
+        v = v * x.v_scale[:, :, None] + x.v_offset[:, :, None]
+    return q, k if x.shift is None else k + x.k_mean[:, :, None], v
