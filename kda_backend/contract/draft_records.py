@@ -18,10 +18,13 @@ class Records(NamedTuple):
         correction: ``[rows, HV, T, V]`` fp32: ``beta (v - S k / |k|) / |k|``, where |k| is 1 for a
             model that does not normalise its keys.
         key_gate: ``[rows, HV, T, 2 K]``, q's dtype: k, behind the convolution, then g as it came.
+        by_norm: false for the records of vLLM's own commit, whose correction is not divided by the
+            last |k|; nothing here folds them.
     """
 
     correction: torch.Tensor
     key_gate: torch.Tensor
+    by_norm: bool = True
 
     @classmethod
     def empty(
@@ -43,4 +46,4 @@ class Records(NamedTuple):
 
     def of_layer(self, layer: int) -> Records:
         """Those of one of L layers."""
-        return Records(self.correction[layer], self.key_gate[layer])
+        return Records(self.correction[layer], self.key_gate[layer], self.by_norm)

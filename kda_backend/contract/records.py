@@ -57,6 +57,8 @@ def check_draft_records(
     shape = (rows, heads, max_tokens, 2 * q.shape[2])
     check_packed_states("key_gate", key_gate, shape, device, (q.dtype,))
     expect_vector("record_indices", draft.indices, sequences, device, torch.int32)
+    if draft.num_accepted is not None and not draft.by_norm:
+        raise ValueError("num_accepted_tokens must be None for records that vLLM commits")
     if draft.num_accepted is not None:
         expect_vector("num_accepted_tokens", draft.num_accepted, sequences, device, torch.int32)
     if conv is None and draft.windows is not None:
@@ -94,6 +96,8 @@ def check_commit(
         LookupError: no path serves such records.
     """
     pool, slots, correction = state.read, state.indices, records.correction
+    if not records.by_norm:
+        raise ValueError("records must have their correction divided by |k|; vLLM commits others")
     if pool is None or slots is None:
         raise ValueError("state must be a pool, got states of sequences")
     device, lead = pool.device, pool.shape[:-4]

@@ -254,7 +254,7 @@ class DraftInputs(NamedTuple):
         states: ``[rows, T, HV, V, K]``, or ``None`` for the pool.
         indices: ``[N]`` int32 rows of the buffers, negative for none.
         windows: ``[rows, T, C, 3]``, any strides.
-        correction, key_gate: of `Records`, which are kept in place of states, or ``None``.
+        correction, key_gate, by_norm: of `Records`, which are kept in place of states, or ``None``.
     """
 
     cu_seqlens: torch.Tensor | None
@@ -264,6 +264,7 @@ class DraftInputs(NamedTuple):
     windows: torch.Tensor | None = None
     correction: torch.Tensor | None = None
     key_gate: torch.Tensor | None = None
+    by_norm: bool = True
 
     @classmethod
     def in_pool(

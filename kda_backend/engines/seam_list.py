@@ -78,6 +78,26 @@ KIMI_LINEAR, K3_NVIDIA, K3_AMD = (
         ("Kimi-K3 on AMD", "vllm.models.kimi_k3.amd.kda", "KimiK3DeltaAttention"),
     )
 )
+_RECOVER = "vllm.models.kimi_k3.nvidia.ops.recoverssm"
+K3_RECORDS = Part(
+    "vllm",
+    "records of drafts of Kimi-K3",
+    (
+        Seam(f"{_RECOVER}:KDARecoverSSMRecords", has="correction key_gate"),
+        Seam(f"{_RECOVER}:_kda_recoverssm_verify_kernel", body=True),
+        Seam(f"{_RECOVER}:_commit_kda_state_kernel", body=True),
+        Seam(f"{_RECOVER}:_compact_conv_state_kernel", body=True),
+        Seam(
+            "vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention",
+            has="recoverssm_records recoverssm_backend",
+        ),
+        Seam(
+            "vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention._recoverssm_verify",
+            body=True,
+        ),
+        Seam("vllm.models.kimi_k3.nvidia.kda_metadata:KimiK3KDAMetadata", has="recoverssm_commit"),
+    ),
+)
 _GLM = "vllm.models.glm5next.common.kda:Glm5NextLinearAttention"
 GLM = Part(
     "vllm",
@@ -346,6 +366,6 @@ SGLANG_MLA_BREAKS = Part(
     ),
 )
 SEAMS = (
-    *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, GLM, LING, *SIZING, VLLM_GRAPHS, VLLM_CAPTURE),
+    *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, K3_RECORDS, GLM, LING, *SIZING, VLLM_GRAPHS, VLLM_CAPTURE),
     *(SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_RECORDS, SGLANG_GRAPHS, SGLANG_NGRAM, SGLANG_MLA_BREAKS),
 )

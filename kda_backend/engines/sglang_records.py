@@ -246,7 +246,7 @@ def _add_buffers(pool: Any, rows: int, drafts: int, dtype: torch.dtype) -> None:
         dtype=dtype,
         device=device,
     )
-    added = sum(x.nbytes for x in (inputs, *records))
+    added = sum(x.nbytes for x in (inputs, *records[:2]))
     pool.mem_usage += added / 2**30
     setattr(pool, _KEPT, DraftRecords(pool, records))
 

@@ -136,6 +136,7 @@ def verify_records_kernel(
     GATE: tl.constexpr,
     BETA: tl.constexpr,
     L2NORM: tl.constexpr,
+    BY_NORM: tl.constexpr,  # u is for k as it comes
     FAST_MATH: tl.constexpr,
 ):
     i_hv, i_n = tl.program_id(0) % HV, (tl.program_id(0) // HV).to(tl.int64)
@@ -214,9 +215,10 @@ def verify_records_kernel(
                 heads = (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
                 store_windows(p_w, channels, own, of_windows, heads[0], heads[1], heads[2])
         b_decay = ex2(log2_decay(b_g, gate[0], gate[1], lower_bound, GATE, FAST_MATH), FAST_MATH)
-        b_state, b_o, b_u = delta_update(
+        b_state, b_o, b_u, b_delta = delta_update(
             b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS
         )
+        b_u = b_u if BY_NORM else b_delta
         store_record(p_correction, p_key_gate, o_k, o_v, kept, (b_u, b_k, b_g), K)
         p_correction += V
         p_key_gate += 2 * K

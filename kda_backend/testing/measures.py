@@ -75,7 +75,7 @@ def _records(path: KernelPath, target: Target, grid: int, heads: int, *, folds: 
     pools.fill(0, list(range(rows)))
     sizes: dict[str, Any] = {"dtype": case.packed.dtype, "device": DEVICE, **_DIMS}
     records = Records.empty((rows,), tokens, heads=heads, **sizes)
-    for x in records:
+    for x in records[:2]:
         x.zero_()
     state, out = StateRef.pool(pools.states, _slots(rows)), torch.empty_like(case.z)
     chosen, inputs, stages = (

@@ -115,7 +115,7 @@ class RecordedDrafts:
         self.pools.memory.fill_(math.nan)
         self.pools.window_memory.fill_(math.nan)
         self.pools.fill(seed, self.slots)
-        for x in (*self.records, self.kept_windows):
+        for x in (*self.records[:2], self.kept_windows):
             x.fill_(math.nan)
         self.states = [self.pools.states[slot].double().cpu() for slot in self.slots]
         self.windows = [self.pools.windows[slot, :, :3].double().cpu() for slot in self.slots]

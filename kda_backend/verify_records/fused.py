@@ -40,7 +40,8 @@ class TritonDraftRecords:
         self._commit = functools.cache(functools.partial(commit_records_kernel, params))
 
     def prepare(self, call: VerifyCall) -> Callable[[VerifyCall], None]:
-        return functools.partial(_run, self._verify(TokenSpec.of(call.tokens, call.gate)))
+        kernel = self._verify(TokenSpec.of(call.tokens, call.gate), call.draft.by_norm)
+        return functools.partial(_run, kernel)
 
     def commit(self, call: CommitCall) -> None:
         layers, _, heads, value_dim, key_dim = call.states.shape
@@ -104,12 +105,14 @@ def _run(kernel: KernelLaunch, call: VerifyCall) -> None:
     )
 
 
-def verify_records_kernel(params: FusedRecordsParams, spec: TokenSpec) -> KernelLaunch:
-    """The kernel of the verification, as its path launches it."""
+def verify_records_kernel(
+    params: FusedRecordsParams, spec: TokenSpec, by_norm: bool = True
+) -> KernelLaunch:
+    """The kernel of the verification, as its path launches it; ``by_norm``: of `Records`."""
     from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels import verify_records
 
-    constexprs = step_constexprs(params, spec)
+    constexprs = step_constexprs(params, spec) | {"BY_NORM": by_norm}
     options = {"num_warps": params.num_warps}
     return KernelLaunch(verify_records.verify_records_kernel, constexprs, options, axes=AXES)
 

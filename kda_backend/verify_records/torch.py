@@ -69,6 +69,8 @@ def verification(call: VerifyCall) -> None:
             o, states, window, correction, key, g = layer.advance(at, states, window)
             out[token] = o[0].to(out.dtype)
             if row >= 0:
+                if tokens.l2norm and not draft.by_norm:
+                    correction = correction * (key * key).sum(2, keepdim=True).add(1e-6).sqrt()
                 records.correction[row, :, t] = correction[0]
                 records.key_gate[row, :, t] = torch.cat([key[0], g[0]], 1).to(tokens.q.dtype)
             if conv is None or window is None:

@@ -187,12 +187,30 @@ def test_a_boundary_inside_of_a_draft_is_kept(backend: Backend, seed: int) -> No
     assert x.pools.states[[0, 2, 4, 7]].isnan().all()
 
 
+def test_corrections_for_keys_behind_their_norm(backend: Backend, seed: int) -> None:
+    """As vLLM's commit takes them; nothing here folds them."""
+    found = []
+    for by_norm in (True, False):
+        x = drafts(backend, seed, (3,), steps=1)
+        x.records = x.records._replace(by_norm=by_norm)
+        verify(backend, x, 0, None)
+        found.append(x.records)
+    norm = found[0].key_gate[1, 0, :, :16].double().square().sum(1, keepdim=True).add(1e-6).sqrt()
+    assert_same_bits("keys", found[1].key_gate[1], found[0].key_gate[1])
+    assert_close("u", found[1].correction[1, 0], found[0].correction[1, 0] * norm, 1e-6)
+    with pytest.raises(ValueError, match="num_accepted_tokens must be None"):
+        verify(backend, x, 0, x.ints([1]))
+    with pytest.raises(ValueError, match="records must have their correction divided"):
+        commit(backend, x, [1])
+
+
 def test_layers_are_committed_at_once(backend: Backend, seed: int) -> None:
     one = [drafts(backend, seed + i, (2, 3), steps=1, has_conv=False) for i in range(2)]
     for x in one:
         verify(backend, x, 0, None)
     pool = torch.stack([x.pools.states for x in one])
-    records = Records(*(torch.stack(x) for x in zip(*(x.records for x in one), strict=True)))
+    pairs = zip(*(x.records[:2] for x in one), strict=True)
+    records = Records(*(torch.stack(pair) for pair in pairs))
     gates = [x.case.inputs[1] for x in one]
     a_log, dt_bias = (torch.stack([gate[i] for gate in gates]) for i in (1, 2))
     kda_commit_(
@@ -213,13 +231,13 @@ def test_padding_and_rows_that_keep_nothing(backend: Backend, seed: int) -> None
     verify(backend, x, 0, x.ints([0] * 4))
     slots, rows = list(x.slots), list(x.rows)
     x.slots[:2], x.rows[2] = [-1, 0], -1
-    before, records = x.pools.copy(), [y.clone() for y in x.records]
+    before, records = x.pools.copy(), [y.clone() for y in x.records[:2]]
     out = verify(backend, x, 1, x.ints([2] * 4), null_slot=0)
     assert not out[:4].any() and out[4:].any()
     for slot in slots[:3]:  # padded, padded, and without records to fold
         assert_same_bits("state", x.pools.states[slot], before.states[slot])
     for row in rows[:3]:
-        for got, want in zip(x.records, records, strict=True):
+        for got, want in zip(x.records[:2], records, strict=True):
             assert_same_bits("records", got[row], want[row])
     assert not torch.equal(x.pools.states[slots[3]], before.states[slots[3]])
     before = x.pools.copy()

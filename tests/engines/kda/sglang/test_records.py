@@ -106,7 +106,7 @@ def test_what_is_accepted_is_in_the_pools_when_a_step_ends(served: Served) -> No
     served.fill_pools(seed=1)
     requests = [definitions(served, layer, slots, [False] * 3) for layer in range(len(LAYERS))]
     for accepted, seed in (([1, 4, 2], 2), ([3, 1, 4], 3)):
-        for x in records(served):
+        for x in records(served)[:2]:
             x.fill_(torch.nan)
         x, before = tokens(3 * DRAFT, seed), pools(served)
         outputs = served.forward(x, drafts(served, slots))
@@ -157,10 +157,10 @@ def test_drafts_of_different_lengths_and_padding(served: Served) -> None:
         check_pools(served, layer, dict(zip(slots, found, strict=True)), before[layer])
     batch = drafts(served, [6, 0, 0])
     batch._original_batch_size = 1
-    kept_records = [y.clone() for y in records(served)]
+    kept_records = [y.clone() for y in records(served)[:2]]
     for output in served.forward(tokens(3 * DRAFT, seed=10), batch):
         assert output[:DRAFT].any() and not output[DRAFT:].any()
-    for got, want in zip(records(served), kept_records, strict=True):
+    for got, want in zip(records(served)[:2], kept_records, strict=True):
         assert torch.equal(got[:, 1:].nan_to_num(), want[:, 1:].nan_to_num())
 
 
@@ -244,9 +244,7 @@ def test_more_requests_run(upstreams: None) -> None:
     params = mambaish_config(served.runner.model_config).mamba2_cache_params
     row = sglang_records.bytes_of_row(params, DRAFT, torch.bfloat16) / len(params.layers)
     rows = served.pool.size + 1
-    found = sum(
-        x.nbytes for x in sglang_records.records_of(served.backend.linear_attn_backend).records
-    )
+    found = sum(x.nbytes for x in records(served)[:2])
     windows = pool.mamba_cache.intermediate_conv_window[0].untyped_storage().nbytes()
     assert found + windows == rows * row * len(LAYERS)
     # counted by slot, of which a request has three at least
