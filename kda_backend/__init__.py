@@ -15,11 +15,18 @@ if TYPE_CHECKING:
         DraftInputs,
         GateSpec,
         NormInputs,
+        Records,
         StateRef,
         TokenInputs,
     )
     from kda_backend.fla import chunk_kda, fused_recurrent_kda
-    from kda_backend.operators import kda_decode_step, kda_prefill, kda_recurrent, kda_verify_step
+    from kda_backend.operators import (
+        kda_commit_,
+        kda_decode_step,
+        kda_prefill,
+        kda_recurrent,
+        kda_verify_step,
+    )
     from kda_backend.scratch import Scratch
     from kda_backend.selection import KdaSelection, KdaShape, select
     from kda_backend.step_plan import StepPlan, build_step_plan
@@ -32,6 +39,7 @@ __all__ = [
     "KdaSelection",
     "KdaShape",
     "NormInputs",
+    "Records",
     "Scratch",
     "StateRef",
     "StepPlan",
@@ -39,6 +47,7 @@ __all__ = [
     "build_step_plan",
     "chunk_kda",
     "fused_recurrent_kda",
+    "kda_commit_",
     "kda_decode_step",
     "kda_prefill",
     "kda_recurrent",

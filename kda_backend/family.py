@@ -39,6 +39,10 @@ _TUNE: Mapping[tuple[str, str], TuneSpace] = {
         "whole_step": {"num_warps": (2, 4, 8), "k_inner": (16, 32, 64)},
         "bare_step": {"block_v": (16, 32, 64, 128), "split_num_warps": (1, 2, 4)},
     },
+    ("verify_records", "fused"): {
+        "records": {"num_warps": (2, 4, 8), "k_inner": (32, 64, 128)},
+        "commit": {"fold_block_v": (16, 32, 64), "fold_num_warps": (1, 2, 4)},
+    },
 }
 
 
@@ -143,7 +147,11 @@ FAMILY = Family(
     interpretable=frozenset({"two_stage", "recurrent", "fused"}),
     tune_space=tune_space,
     measure=measure,
-    open_grid={"prefill": 4096, "recurrent": 2048, "decode_step": 2048},
-    benchmarks={"kda-prefill": "bench_kda_prefill.py", "kda-decode": "bench_kda_decode.py"},
+    open_grid={"prefill": 4096, "recurrent": 2048, "decode_step": 2048, "verify_records": 2048},
+    benchmarks={
+        "kda-prefill": "bench_kda_prefill.py",
+        "kda-decode": "bench_kda_decode.py",
+        "kda-verify": "bench_kda_verify.py",
+    },
     transformers="kda_backend.engines.transformers",
 )

@@ -102,6 +102,21 @@ class FusedVerifyParams:
 
 
 @dataclass(frozen=True)
+class FusedRecordsParams:
+    """Verification of drafts from records, and the fold of records, in Triton.
+
+    Attributes:
+        num_warps, k_inner: as in `FusedStepParams`.
+        fold_block_v, fold_num_warps: value rows and warps of a program of the fold.
+    """
+
+    num_warps: Warps
+    k_inner: UpTo128
+    fold_block_v: UpTo128
+    fold_num_warps: Warps
+
+
+@dataclass(frozen=True)
 class PrefillCostModel:
     """Times from which the Hopper prefill chooses how its two stages share the SMs, in ns.
 
@@ -193,6 +208,7 @@ TABLES = TableSchema(
             {"fused_sm90": FusedStepSm90Params, "fused": FusedStepParams, "torch": NoParams},
         ),
         _operator("verify", _SEQUENCES, {"fused": FusedVerifyParams, "torch": NoParams}),
+        _operator("verify_records", _SEQUENCES, {"fused": FusedRecordsParams, "torch": NoParams}),
     ),
     sections={"cost_model": PrefillCostModel},
 )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from backend_core.launch.streams import is_elsewhere, run_there
+from kda_backend.contract.records import check_commit
 from kda_backend.contract.sequences import (
     check_packed_row,
     check_sequences,
@@ -27,12 +28,14 @@ from kda_backend.contract.step import (
 )
 from kda_backend.contract.tensors import check_rows, check_slots, refuse_gradients
 from kda_backend.contract.values import (
+    CommitCall,
     ConvInputs,
     DecodeCall,
     DraftInputs,
     GateSpec,
     NormInputs,
     PrefillCall,
+    Records,
     RecurrentCall,
     StateRef,
     TokenInputs,
@@ -232,11 +235,15 @@ def kda_verify_step(
     out: torch.Tensor | None = None,
     selection: KdaSelection | None = None,
 ) -> torch.Tensor:
-    """Compute the drafted tokens of each sequence one after another and keep the state after each.
+    """Compute the drafted tokens of each sequence one after another and keep the state after each,
+    or from `DraftInputs.in_records` a record of each token, which costs a sixtieth of the memory.
 
     The outputs are those of :func:`kda_decode_step` on every token, one after another. But the last
     accepted state is kept until the engine knows how many tokens of the draft it accepts. A draft
-    is a chain of tokens. A sequence without tokens keeps its states and its window.
+    is a chain of tokens. A sequence without tokens keeps its states, its window and its records.
+
+    With records and a convolution, k is rounded to q's dtype behind it, as a prefill rounds it: so
+    its record is exact. Nothing else is rounded that is not without records.
 
     Arguments and errors as :func:`kda_decode_step`, with a row per token; the tokens of a sequence
     are consecutive.
@@ -256,16 +263,85 @@ def kda_verify_step(
     check_rows("state_indices", state.indices, "slot", state.read)
     if draft.states is not None and draft.indices is not None:
         check_rows("intermediate_indices", draft.indices, "row", draft.states)
+    if draft.correction is not None and draft.indices is not None:
+        check_rows("record_indices", draft.indices, "row", draft.correction)
     if out is None:
         # the kernel does not write rows that belong to no sequence
         out = torch.zeros(tokens.v.shape, dtype=tokens.v.dtype, device=tokens.v.device)
     call = VerifyCall(tokens, gate, state, draft, shape, conv, norm, out)
     run = prepared.get(chosen)
     if run is None:
-        path = chosen.verify.run(shape.num_sequences * tokens.v.shape[1])
-        run = prepared.keep(chosen, path.prepare(call))
+        grid = shape.num_sequences * tokens.v.shape[1]
+        if draft.correction is None:
+            run = prepared.keep(chosen, chosen.verify.run(grid).prepare(call))
+        else:
+            run = prepared.keep(chosen, chosen.verify_records.run(grid).prepare(call))
     run(call)
     return out
+
+
+def kda_commit_(
+    gate: GateSpec,
+    state: StateRef,
+    records: Records,
+    indices: torch.Tensor,
+    num_accepted: torch.Tensor,
+    *,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    selection: KdaSelection | None = None,
+) -> None:
+    """Bring states up to date by the accepted records of their drafts, of all layers at once.
+
+    For each sequence the state becomes that after the first ``num_accepted`` tokens of its draft,
+    with the bits that the next :func:`kda_verify_step` would give it. From then on nothing is held:
+    the next verification goes without ``num_accepted``, or has 0 there. Windows of the convolution
+    are left as they are.
+
+    Args:
+        gate: of the layer; of L layers ``a_log`` has ``L * HV`` elements and ``dt_bias`` ``L * HV *
+            K``.
+        state: a pool ``[slots, HV, V, K]``, or ``[L, slots, HV, V, K]``, whose slots are those of
+            every layer.
+        records: what the verification has left, of as many layers.
+        indices: ``[N]`` int32, their rows; a sequence with a negative one is passed over.
+        num_accepted: ``[N]`` int32, clamped to 0 to T.
+        kept: (slots ``[N]`` int32, counts ``[N]`` int32): the state after the first so many tokens
+            also goes to that slot, for instance of a prefix cache. A count that is not 1 to
+            ``num_accepted`` and a padded slot keep nothing. Slots must differ from all others.
+        selection: as of :func:`kda_verify_step`.
+
+    Raises:
+        ValueError: an input is not as described; nothing has been written then.
+        LookupError: no path serves this shape on this device.
+    """
+    if is_elsewhere(records.correction):
+        return run_there(records.correction, kda_commit_, locals())
+    slots, counts = kept or (None, None)
+    checked = check_commit(gate, state, records, indices, num_accepted, slots, counts, selection)
+    refuse_gradients(gate, state, records)
+    pool, own = state.read, state.indices
+    assert pool is not None and own is not None
+    layers, first = max(checked.layers, 1), pool[0] if checked.layers else pool
+    check_rows("state_indices", own, "slot", first)
+    of_layer = records.of_layer(0) if checked.layers else records
+    check_rows("record_indices", indices, "row", of_layer.correction)
+    if slots is not None:
+        check_rows("kept_slots", slots, "slot", first)
+    if not checked.layers:
+        pool, records = pool[None], Records(records.correction[None], records.key_gate[None])
+    a_log, dt_bias = (None if x is None else x.view(layers, -1) for x in gate[1:3])
+    call = CommitCall(
+        gate._replace(a_log=a_log, dt_bias=dt_bias),
+        pool,
+        records,
+        indices,
+        own,
+        num_accepted,
+        slots,
+        counts,
+        state.null_slot,
+    )
+    checked.selection.verify_records.run(own.shape[0] * pool.shape[2]).commit(call)
 
 
 def _num_sequences(q: torch.Tensor, plan: StepPlan | torch.Tensor | None) -> int:

@@ -89,6 +89,53 @@ def recurrent_kda(
     return o, torch.stack(states) if states else state.clone()
 
 
+def record_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence over the draft of one sequence, with a record of each token in place of the
+    states. In the inputs' dtype.
+
+    With the key k_t as it came and its norm n_t = sqrt(sum k_t^2 + 1e-6):
+
+        u_t = beta_t (v_t - S diag(exp(log_decay_t)) k_t / n_t) / n_t
+        S   = S diag(exp(log_decay_t)) + u_t k_t^T
+
+    Args:
+        q: ``[T, H, K]``, normalised; k: ``[T, H, K]``, not normalised.
+        v, log_decay, beta: as of `recurrent_kda`; state: ``[HV, V, K]`` before the draft.
+
+    Returns:
+        ``o [T, HV, V]`` and the corrections u ``[T, HV, V]``.
+    """
+    group = v.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(group, dim=1) for x in (q, k))
+    outputs, corrections = [], []
+    for t in range(len(v)):
+        decayed = state * log_decay[t].exp()[:, None, :]
+        delta = beta[t][:, None] * (v[t] - torch.einsum("hvk,hk->hv", decayed, l2norm(k[t])))
+        corrections.append(delta * torch.rsqrt((k[t] * k[t]).sum(-1, keepdim=True) + 1e-6))
+        state = fold_records(state, corrections[-1][None], k[t : t + 1], log_decay[t : t + 1])
+        outputs.append(scale * torch.einsum("hvk,hk->hv", state, q[t]))
+    return torch.stack(outputs), torch.stack(corrections)
+
+
+def fold_records(
+    state: torch.Tensor, correction: torch.Tensor, k: torch.Tensor, log_decay: torch.Tensor
+) -> torch.Tensor:
+    """The state ``[HV, V, K]`` after records ``u [T, HV, V]``, ``k [T, HV, K]`` before its norm and
+    ``log_decay [T, HV, K]``, one after another."""
+    for u_t, k_t, decay_t in zip(correction, k, log_decay.exp(), strict=True):
+        state = state * decay_t[:, None, :] + u_t[:, :, None] * k_t[:, None, :]
+    return state
+
+
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -22,7 +22,7 @@ from kda_backend.launch_params import TABLES
 from kda_backend.spec import tile_width
 
 if TYPE_CHECKING:
-    from kda_backend.contract.values import StepPath
+    from kda_backend.contract.values import RecordsPath, StepPath
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class KdaShape:
 
 Paths: TypeAlias = "Selection[KdaShape, Callable[..., None]]"
 StepPaths: TypeAlias = "Selection[KdaShape, StepPath]"
+RecordsPaths: TypeAlias = "Selection[KdaShape, RecordsPath]"
+AnyPaths: TypeAlias = "Paths | StepPaths | RecordsPaths"
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +89,11 @@ class KdaSelection:
     recurrent: Paths
     decode_step: StepPaths
     verify: StepPaths
+    verify_records: RecordsPaths
 
     @property
-    def operators(self) -> tuple[Paths | StepPaths, ...]:
-        return self.prefill, self.recurrent, self.decode_step, self.verify
+    def operators(self) -> tuple[AnyPaths, ...]:
+        return self.prefill, self.recurrent, self.decode_step, self.verify, self.verify_records
 
     def single_paths(self) -> Iterator[KdaSelection]:
         """This selection with each of its paths alone, for every grid."""
@@ -101,7 +104,7 @@ class KdaSelection:
     def with_path(self, path: KernelPath) -> KdaSelection:
         """This selection with ``path`` alone for its operator, for every grid. Behind a row that
         serves some calls only, its last row serves the others."""
-        chosen: Paths | StepPaths = getattr(self, path.operator)
+        chosen: AnyPaths = getattr(self, path.operator)
         rows = (path, chosen.rows[-1]) if path.is_limited else (path,)
         forced: dict[str, Any] = {path.operator: chosen.only(*rows)}
         return replace(self, **forced)

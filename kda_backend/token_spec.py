@@ -14,6 +14,11 @@ TYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _IS_HIP = torch.version.hip is not None
 
 
+def has_ptx(x: torch.Tensor) -> bool:
+    """Whether kernels on a tensor are compiled for an NVIDIA GPU."""
+    return x.is_cuda and not _IS_HIP
+
+
 class TokenSpec(NamedTuple):
     """Sizes of a head, and how gate, step size and keys are read; made by `of`.
 
@@ -37,7 +42,7 @@ class TokenSpec(NamedTuple):
         heads, key_dim = q.shape[-2:]
         value_heads, value_dim = v.shape[-2:]
         sizes = (value_heads // heads, key_dim, value_dim)
-        return cls(q.is_cuda and not _IS_HIP, *sizes, gate.kind, tokens.beta_kind, tokens.l2norm)
+        return cls(has_ptx(q), *sizes, gate.kind, tokens.beta_kind, tokens.l2norm)
 
     def constexprs(self) -> dict[str, Any]:
         return {

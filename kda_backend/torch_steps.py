@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,8 +66,8 @@ def step(call: DecodeCall) -> None:
     rows = live.nonzero().squeeze(1)
     slots = indices[rows].long()
     window = None if conv is None else conv.state[slots][:, :, :3].float()
-    layer = _Layer(tokens, gate, conv, norm)
-    o, states, window = layer.advance(rows, pool[slots].float(), window)
+    layer = Layer(tokens, gate, conv, norm)
+    o, states, window, *_ = layer.advance(rows, pool[slots].float(), window)
     pool[slots] = as_stored(states, pool.dtype)
     if conv is not None and window is not None:
         conv.state[slots, :, :3] = window.to(conv.state.dtype)
@@ -82,7 +82,7 @@ def verification(call: VerifyCall) -> None:
     tokens, gate, state, draft, shape, conv, norm, out = call
     pool, indices = state.write, state.indices
     assert pool is not None and indices is not None
-    layer = _Layer(tokens, gate, conv, norm)
+    layer = Layer(tokens, gate, conv, norm)
     each = tokens.q.shape[0] // max(shape.num_sequences, 1)
     offsets = [n * each for n in range(shape.num_sequences + 1)]
     if draft.cu_seqlens is not None:
@@ -105,7 +105,7 @@ def verification(call: VerifyCall) -> None:
             if draft.windows is None:
                 conv.state[conv_slot, :, :2] = window[0, :, 1:].to(conv.state.dtype)
         for t, token in enumerate(own):
-            o, states, window = layer.advance(
+            o, states, window, *_ = layer.advance(
                 torch.tensor([token], device=out.device), states, window
             )
             out[token] = o[0].to(out.dtype)
@@ -132,7 +132,23 @@ def _keep(
         draft.windows[row, t] = window[0].to(draft.windows.dtype)
 
 
-class _Layer:
+class Advanced(NamedTuple):
+    """A layer after a token of each of n rows.
+
+    Attributes:
+        out: ``[n, HV, V]``; states: ``[n, HV, V, K]``; window: ``[n, C, 3]`` or ``None``.
+        correction: ``[n, HV, V]``; key: ``[n, HV, K]`` before its norm; gate: ``[n, HV, K]``.
+    """
+
+    out: torch.Tensor
+    states: torch.Tensor
+    window: torch.Tensor | None
+    correction: torch.Tensor
+    key: torch.Tensor
+    gate: torch.Tensor
+
+
+class Layer:
     """A layer between its projections, one token of some rows at a time."""
 
     def __init__(
@@ -141,13 +157,17 @@ class _Layer:
         gate: GateSpec,
         conv: ConvInputs | None,
         norm: NormInputs | None,
+        *,
+        key_dtype: torch.dtype = torch.float32,
     ) -> None:
+        """``key_dtype``: k is rounded to it behind the convolution."""
         self._tokens, self._gate, self._conv, self._norm = tokens, gate, conv, norm
+        self._key_dtype = key_dtype
 
     def advance(
         self, rows: torch.Tensor, states: torch.Tensor, window: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Output [n, HV, V], states [n, HV, V, K] and window [n, C, 3] after a token of each row.
+    ) -> Advanced:
+        """A token of each row.
 
         Args:
             rows: ``[n]``, the tokens; states, window: before them.
@@ -164,17 +184,20 @@ class _Layer:
             y = F.silu(y)
             q, k = y[:, :keys].reshape(q.shape), y[:, keys : 2 * keys].reshape(k.shape)
             v = y[:, 2 * keys :].reshape(v.shape)
+            k = k.to(self._key_dtype).float()
             window = columns[:, :, 1:].to(conv.state.dtype).float()  # as the next token reads it
+        group, key = v.shape[1] // q.shape[1], k
         if x.l2norm:
             q, k = reference.l2norm(q), reference.l2norm(k)
         decay, beta = log_decay(g, self._gate).exp(), step_size(beta, x.beta_kind)
-        group = v.shape[1] // q.shape[1]
-        q, k = (y.repeat_interleave(group, dim=1) for y in (q, k))
+        q, k, key = (y.repeat_interleave(group, dim=1) for y in (q, k, key))
         states = states * decay.unsqueeze(2)
         delta = beta.unsqueeze(2) * (v - (states @ k.unsqueeze(3)).squeeze(3))
-        states = states + delta.unsqueeze(3) * k.unsqueeze(2)
+        if x.l2norm:
+            delta = delta * torch.rsqrt((key * key).sum(2, keepdim=True) + 1e-6)
+        states = states + delta.unsqueeze(3) * key.unsqueeze(2)
         o = x.scale * (states @ q.unsqueeze(3)).squeeze(3)
         if norm is not None:
             o = o * torch.rsqrt((o * o).mean(2, keepdim=True) + norm.eps) * norm.weight.float()
             o = o * norm.gate[rows].float().sigmoid()
-        return o, states, window
+        return Advanced(o, states, window, delta, key, g)

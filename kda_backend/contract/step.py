@@ -8,6 +8,7 @@ import torch
 
 from backend_core.contracts import expect_shape, expect_stride, once
 from backend_core.ready import Prepared
+from kda_backend.contract.records import check_draft_records
 from kda_backend.contract.tensors import (
     FLOATS,
     check_packed_states,
@@ -100,12 +101,15 @@ def check_verification(
         raise ValueError(
             f"q must have as many tokens for each of {sequences} sequences, got {num_tokens} tokens"
         )
-    if draft.num_accepted is not None:
+    if draft.num_accepted is not None and draft.correction is None:
         max_tokens = _check_token_slots(indices, draft.num_accepted, conv, device)
     else:
         expect_shape("state_indices", indices, (sequences,))
         expect_stride("state_indices", indices, 0, 1)
-        max_tokens = _check_buffers(state, draft, conv, sequences, device)
+        if draft.correction is not None:
+            max_tokens = check_draft_records(tokens, draft, conv, sequences)
+        else:
+            max_tokens = _check_buffers(state, draft, conv, sequences, device)
     if draft.cu_seqlens is None and sequences and num_tokens // sequences > max_tokens:
         raise ValueError(
             f"a draft must have at most {max_tokens} tokens,"

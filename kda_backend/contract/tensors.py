@@ -93,17 +93,18 @@ def check_tokens(
         raise ValueError(
             f"head dimensions must be 1 to {max_dim}, got K = {key_dim} and V = {value_dim}"
         )
-    _check_gate_parameter("A_log", gate.a_log, value_heads, device)
-    _check_gate_parameter("dt_bias", gate.dt_bias, value_heads * key_dim, device)
+    check_gate_parameter("A_log", gate.a_log, value_heads, device)
+    check_gate_parameter("dt_bias", gate.dt_bias, value_heads * key_dim, device)
     bounded = gate.kind == Gate.BOUNDED
     shape = KdaShape(heads, value_heads, key_dim, value_dim, bounded, q.dtype, g.dtype)
     return selection_of_call(selection, device, shape)
 
 
-def _check_gate_parameter(
+def check_gate_parameter(
     name: str, parameter: torch.Tensor | None, size: int, device: torch.device
 ) -> None:
-    """Engines pass A_log as [HV] or [1, 1, HV, 1] and dt_bias as [HV * K] or [HV, K]."""
+    """A parameter of a gate: engines pass A_log as [HV] or [1, 1, HV, 1] and dt_bias as [HV * K] or
+    [HV, K]."""
     if parameter is None:
         return
     if parameter.numel() != size:

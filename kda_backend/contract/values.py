@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from kda_backend.contract.draft_records import Records as Records
 from kda_backend.spec import Beta, Gate
 
 if TYPE_CHECKING:
@@ -242,8 +243,8 @@ class NormInputs(NamedTuple):
 
 
 class DraftInputs(NamedTuple):
-    """The drafts of ``N`` sequences, and where the states after their tokens go; made by `in_pool`
-    or `in_buffers`.
+    """The drafts of ``N`` sequences, and what is kept of them; made by `in_pool`, `in_buffers` or
+    `in_records`.
 
     Attributes:
         cu_seqlens: ``[N + 1]`` int32 or int64 token offsets, or ``None`` for equally long drafts.
@@ -253,6 +254,7 @@ class DraftInputs(NamedTuple):
         states: ``[rows, T, HV, V, K]``, or ``None`` for the pool.
         indices: ``[N]`` int32 rows of the buffers, negative for none.
         windows: ``[rows, T, C, 3]``, any strides.
+        correction, key_gate, by_norm: of `Records`, which are kept in place of states, or ``None``.
     """
 
     cu_seqlens: torch.Tensor | None
@@ -260,6 +262,9 @@ class DraftInputs(NamedTuple):
     states: torch.Tensor | None = None
     indices: torch.Tensor | None = None
     windows: torch.Tensor | None = None
+    correction: torch.Tensor | None = None
+    key_gate: torch.Tensor | None = None
+    by_norm: bool = True
 
     @classmethod
     def in_pool(
@@ -289,6 +294,30 @@ class DraftInputs(NamedTuple):
         pool, the convolution's window to ``windows[indices[n], t]``.
         """
         return cls(cu_seqlens, None, states, indices, windows)
+
+    @classmethod
+    def in_records(
+        cls,
+        records: Records,
+        indices: torch.Tensor,
+        num_accepted: torch.Tensor | None = None,
+        windows: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> DraftInputs:
+        """A record for each token in place of a state.
+
+        Row ``indices[n]`` of ``records`` holds the draft before, of which ``num_accepted[n]``
+        tokens, 0 to T, were accepted and are not in the state yet. The state in the pool is brought
+        up to date by them and stored, and the records of this draft replace them. Without
+        ``num_accepted`` nothing is held (``kda_commit_`` has done it), and the state is only read.
+
+        With ``windows`` the convolution's window after token t goes to ``windows[indices[n], t]``,
+        and its pool is only read, at column 0. Without, it rolls as that of `in_pool`: it is read
+        from column ``max(num_accepted[n] - 1, 0)`` on, so 0 says that it lies at column 0 and not
+        that a whole draft was rejected. A negative row holds and keeps nothing. ``num_accepted``
+        outside of 0 to T is clamped.
+        """
+        return cls(cu_seqlens, num_accepted, None, indices, windows, *records)
 
 
 class DraftShape(NamedTuple):
@@ -362,6 +391,37 @@ class VerifyCall(NamedTuple):
     conv: ConvInputs | None
     norm: NormInputs | None
     out: torch.Tensor
+
+
+class CommitCall(NamedTuple):
+    """A checked fold of records into states.
+
+    Attributes:
+        gate, states, records: of L layers: ``a_log [L, HV]``, ``dt_bias [L, HV * K]``,
+            ``[L, slots, HV, V, K]``.
+        indices, slots, num_accepted, kept_slots, kept_counts, null_slot: as `kda_commit_` takes
+            them.
+    """
+
+    gate: GateSpec
+    states: torch.Tensor
+    records: Records
+    indices: torch.Tensor
+    slots: torch.Tensor
+    num_accepted: torch.Tensor
+    kept_slots: torch.Tensor | None
+    kept_counts: torch.Tensor | None
+    null_slot: int
+
+
+class RecordsPath(Protocol):
+    """A path of the verification from records, bound to a layer."""
+
+    def prepare(self, call: VerifyCall, /) -> Callable[[VerifyCall], None]:
+        """As of a `StepPath`."""
+
+    def commit(self, call: CommitCall, /) -> None:
+        """Bring states up to date."""
 
 
 class StepPath(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kda_backend.contract.values import DecodeCall
-from kda_backend.launch_params import FusedStepParams, FusedVerifyParams
+from kda_backend.launch_params import FusedRecordsParams, FusedStepParams, FusedVerifyParams
 from kda_backend.token_spec import TokenSpec
 
 if TYPE_CHECKING:
@@ -86,8 +86,10 @@ def blocks_axis() -> int:
     return int(triton.__version__.startswith("3.6."))
 
 
-def step_constexprs(params: FusedStepParams | FusedVerifyParams, spec: TokenSpec) -> dict[str, Any]:
-    """The constexprs that the decode step and the verification have in common."""
+def step_constexprs(
+    params: FusedStepParams | FusedVerifyParams | FusedRecordsParams, spec: TokenSpec
+) -> dict[str, Any]:
+    """The constexprs that the decode step and the verifications have in common."""
     import triton
 
     block_k = triton.next_power_of_2(spec.key_dim)

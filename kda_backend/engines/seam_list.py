@@ -78,6 +78,26 @@ KIMI_LINEAR, K3_NVIDIA, K3_AMD = (
         ("Kimi-K3 on AMD", "vllm.models.kimi_k3.amd.kda", "KimiK3DeltaAttention"),
     )
 )
+_RECOVER = "vllm.models.kimi_k3.nvidia.ops.recoverssm"
+K3_RECORDS = Part(
+    "vllm",
+    "records of drafts of Kimi-K3",
+    (
+        Seam(f"{_RECOVER}:KDARecoverSSMRecords", has="correction key_gate"),
+        Seam(f"{_RECOVER}:_kda_recoverssm_verify_kernel", body=True),
+        Seam(f"{_RECOVER}:_commit_kda_state_kernel", body=True),
+        Seam(f"{_RECOVER}:_compact_conv_state_kernel", body=True),
+        Seam(
+            "vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention",
+            has="recoverssm_records recoverssm_backend",
+        ),
+        Seam(
+            "vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention._recoverssm_verify",
+            body=True,
+        ),
+        Seam("vllm.models.kimi_k3.nvidia.kda_metadata:KimiK3KDAMetadata", has="recoverssm_commit"),
+    ),
+)
 _GLM = "vllm.models.glm5next.common.kda:Glm5NextLinearAttention"
 GLM = Part(
     "vllm",
@@ -253,6 +273,45 @@ SGLANG_DRAFTS = Part(
         ),
     ),
 )
+_HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
+_MEMORY = "sglang.srt.mem_cache.memory_pool"
+SGLANG_RECORDS = Part(
+    "sglang",
+    "records of drafts of KDA layers",
+    (
+        Seam(
+            f"{_HYBRID}:HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+            takes="last_correct_step_indices mamba_track_indices mamba_steps_to_track model"
+            " req_pool_indices?",
+            body=True,
+        ),
+        Seam(f"{_HYBRID}:fused_conv_window_scatter_with_mask"),
+        Seam(f"{_KDA}._translate_mamba_indices", given="mamba_indices"),
+        Seam(f"{_MEMORY}:HybridReqToTokenPool", has="mamba_pool_cls mamba_pool"),
+        Seam(f"{_MEMORY}:MambaPool.__init__", takes="...", body=True),
+        Seam(
+            f"{_MEMORY}:MambaPool",
+            has="mamba_cache mamba_layer_ids mem_usage SpeculativeState",
+        ),
+        Seam(f"{_MEMORY}:MambaPool.get_speculative_mamba2_params_all_layers", takes=""),
+        # one commit for all algorithms, by the pool's own words
+        Seam("sglang.srt.speculative.spec_utils:commit_mamba_states_after_verify", body=True),
+        # its memory
+        Seam(
+            "sglang.srt.configs.mamba_utils:BaseLinearStateParams.replayssm_ring_bytes_per_req",
+            takes="record_len",
+        ),
+        Seam(
+            "sglang.srt.mem_cache.kv_cache_configurator:"
+            "KVCacheConfigurator._handle_max_mamba_cache",
+            body=True,
+        ),
+        Seam("sglang.srt.configs.hybrid_arch:hybrid_kda_config"),
+        Seam("sglang.srt.runtime_context:max_speculative_num_draft_tokens", takes=""),
+        Seam("sglang.srt.runtime_context:get_exec", takes=""),
+        Seam("sglang.srt.runtime_context:get_disagg", takes=""),
+    ),
+)
 _HOOK = "sglang.srt.arg_groups.cuda_graph_hook"
 SGLANG_GRAPHS = Part(
     "sglang",
@@ -307,6 +366,6 @@ SGLANG_MLA_BREAKS = Part(
     ),
 )
 SEAMS = (
-    *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, GLM, LING, *SIZING, VLLM_GRAPHS, VLLM_CAPTURE),
-    *(SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_GRAPHS, SGLANG_NGRAM, SGLANG_MLA_BREAKS),
+    *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, K3_RECORDS, GLM, LING, *SIZING, VLLM_GRAPHS, VLLM_CAPTURE),
+    *(SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_RECORDS, SGLANG_GRAPHS, SGLANG_NGRAM, SGLANG_MLA_BREAKS),
 )

@@ -44,10 +44,16 @@ def _present(backend: Any, runner: Any) -> bool:
 
 
 def _install(backend: Any, runner: Any) -> None:
-    from kda_backend.engines import sglang_layer, sglang_ngram, sglang_prefill_graphs
+    from kda_backend.engines import (
+        sglang_layer,
+        sglang_ngram,
+        sglang_prefill_graphs,
+        sglang_records,
+    )
 
     sglang_ngram.keep_one_path(runner.server_args)
     ours = sglang_layer.install(backend.linear_attn_backend, runner)
+    sglang_records.install_commit(backend, verifies="drafts" in ours)
     if seams.refusal(seam_list.SGLANG_GRAPHS) is None:
         sglang_prefill_graphs.prepare(backend, runner, ours="prefill" in ours)
 

@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from backend_core.engines.log import chosen
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
-from kda_backend.engines import sglang_verify
+from kda_backend.engines import sglang_records, sglang_verify
 from kda_backend.engines.sglang_kernel import (
     KdaKernel,
     conv_of,
@@ -49,6 +49,7 @@ def reserve(runner: Any) -> None:
         return
     begin_to_compile(selection, _variants(selection, state_dtype_of(runner)))
     reserve_scratch(runner, selection, len(layers))
+    sglang_records.reserve(runner, layers[0], selection, one_launch=_has_one_launch(layers[0]))
 
 
 def _variants(selection: KdaSelection, state_dtype: torch.dtype) -> list[PrefillVariant]:
@@ -91,14 +92,17 @@ def install(backend: Any, runner: Any) -> Sequence[str]:
     kernel = KdaKernel(selection, device, *reserved_scratch(runner, selection))
     ours = exchange_kernels(backend.kernel_dispatcher, kernel)
     cache = pools.mamba2_layer_cache(layers[0].layer_id)
-    fits = _has_one_launch(layers[0], cache)
+    fits = _has_one_launch(layers[0])
     one_launch = "decode" in ours and fits
     if one_launch:
         upstream = backend.forward_decode
         backend.forward_decode = functools.partial(decode_layer, kernel, backend, upstream)
+    records = sglang_records.records_of(backend)
+    if records is not None:
+        records.serve(selection, layers)
     if sglang_verify.install(kernel, backend, layers[0], cache, one_launch=fits):
         ours.append("drafts")
-    compile_kernels(kernel, layers[0], cache, ours, one_launch)
+    compile_kernels(kernel, layers[0], cache, ours, one_launch, records)
     say(*describe(selection, len(layers), cache.temporal.dtype, ours, one_launch))
     notes = gain, rounded_prefix(selection.shape, cache.temporal.dtype)
     say(*(note for note in notes if note is not None))
@@ -190,7 +194,12 @@ def decode_layer(
 
 
 def compile_kernels(
-    kernel: KdaKernel, layer: Any, cache: Any, phases: Sequence[str], one_launch: bool
+    kernel: KdaKernel,
+    layer: Any,
+    cache: Any,
+    phases: Sequence[str],
+    one_launch: bool,
+    records: sglang_records.DraftRecords | None = None,
 ) -> None:
     """Compile what serving can launch: small calls on the engine's pools, of padded rows alone.
 
@@ -259,12 +268,14 @@ def compile_kernels(
             kernel.step(selection, q, k, v, g, beta, conv=conv, cache_indices=indices, **common)
 
     def drafts(selection: KdaSelection) -> None:
-        rows = torch.zeros_like(padded)
+        rows, own = torch.zeros_like(padded), None
+        if records is not None:
+            own = records.of_layer(layer.layer_id)
+            records.compile(selection)
         for number, extra in itertools.product((1, 2), (0, 1)):
             bounds = torch.tensor([0, number], dtype=torch.int32, device=device)
-            sglang_verify.verify(
-                selection, layer, cache, inputs(number, extra, extra), padded[:1], rows, bounds
-            )
+            step = inputs(number, extra, extra), padded[:1], rows, bounds
+            sglang_verify.verify(selection, layer, cache, *step, records=own)
 
     def steps(selection: KdaSelection) -> None:
         if "decode" in phases:
@@ -334,10 +345,11 @@ def _selection(
         return None
 
 
-def _has_one_launch(layer: Any, cache: Any) -> bool:
+def _has_one_launch(layer: Any) -> bool:
     """Whether the decode step takes in the convolution: four taps, as many value as key heads."""
+    channels = layer.q_dim + layer.k_dim + layer.v_dim
     return (
         layer.num_k_heads == layer.num_v_heads
-        and tuple(layer.conv_weights.shape) == (cache.conv[0].shape[-1], 4)
+        and tuple(layer.conv_weights.shape) == (channels, 4)
         and max(layer.head_k_dim, layer.head_v_dim) <= 128
     )

@@ -4,6 +4,7 @@ sglang verifies a draft of at most ``speculative_num_draft_tokens`` tokens per r
 touching its pools: the state and the convolution's window after token t of a batch's request n go
 to step t of row n of two buffers, and once it knows how many tokens it accepts it copies that step
 into the pools itself. Drafts that form a tree, and what else `refusal` names, stay upstream's.
+`sglang_records` has the form without states.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 from backend_core.engines import seams
 from backend_core.strict import fallback
 from backend_core.target import Target
-from kda_backend.contract.values import DraftInputs, GateSpec, NormInputs, StateRef
+from kda_backend.contract.values import DraftInputs, GateSpec, NormInputs, Records, StateRef
+from kda_backend.engines import sglang_records
 from kda_backend.engines.seam_list import SGLANG_DRAFTS
 from kda_backend.engines.sglang_kernel import (
     KdaKernel,
@@ -42,7 +44,9 @@ def install(kernel: KdaKernel, backend: Any, layer: Any, cache: Any, *, one_laun
     if getattr(cache, "intermediate_conv_window", None) is None:
         return False  # there is no speculative decoding
     target = kernel.selection.target
-    reason = seams.refusal(SGLANG_DRAFTS) or refusal(backend, cache, target, one_launch=one_launch)
+    reason = seams.refusal(SGLANG_DRAFTS)
+    if sglang_records.records_of(backend) is None:
+        reason = reason or refusal(backend, cache, target, one_launch=one_launch)
     if reason is not None:
         fallback(f"drafts are verified by sglang's kernels: {reason}")
         return False
@@ -96,7 +100,7 @@ def verify_layer(
     norm, which then ends the same launch.
     """
     cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-    metadata = backend.forward_metadata
+    metadata, records = backend.forward_metadata, sglang_records.records_of(backend)
     norm = norm_handed_over(layer, mixed_qkv.shape[0])
     try:
         if metadata.retrieve_next_token is not None:
@@ -110,8 +114,11 @@ def verify_layer(
             backend.verify_intermediate_state_indices,
             metadata.query_start_loc,
             norm,
+            None if records is None else records.of_layer(layer.layer_id),
         )
     except ValueError as error:
+        if records is not None:  # sglang's kernels have nothing to keep these drafts in
+            raise RuntimeError(f"drafts cannot be kept as records: {error}") from error
         fallback(f"drafts: {error}")
         result: torch.Tensor = upstream(layer, forward_batch, mixed_qkv, a, b)
         return result
@@ -129,6 +136,7 @@ def verify(
     rows: torch.Tensor,
     query_start_loc: torch.Tensor,
     norm: NormInputs | None = None,
+    records: Records | None = None,
 ) -> torch.Tensor:
     """The drafts of N requests through one layer.
 
@@ -136,6 +144,7 @@ def verify(
         inputs: ``mixed_qkv``, ``a`` and ``b`` of `verify_layer`.
         slots: ``[N]`` int32 or longer, -1 or 0 for a padded request; rows: of the buffers, ``[N]``
             int32 or longer; query_start_loc: ``[N + 1]`` int32.
+        records: of the layer, in the place of its buffer of states.
 
     Returns:
         ``[T, HV, V]``.
@@ -145,17 +154,17 @@ def verify(
     """
     mixed_qkv, a, b = inputs
     requests = query_start_loc.shape[0] - 1
+    rows, windows = rows[:requests], cache.intermediate_conv_window[0].transpose(-1, -2)
+    if records is None:
+        draft = DraftInputs.in_buffers(cache.intermediate_ssm, rows, windows, query_start_loc)
+    else:
+        draft = DraftInputs.in_records(records, rows, None, windows, query_start_loc)
     rows_of = split_rows(mixed_qkv, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
     return kda_verify_step(
         step_tokens(*rows_of, a, b),
         GateSpec.of(layer.A_log, layer.dt_bias, layer.lower_bound),
         StateRef.pool(cache.temporal, slots[:requests], null_slot=0),
-        DraftInputs.in_buffers(
-            cache.intermediate_ssm,
-            rows[:requests],
-            cache.intermediate_conv_window[0].transpose(-1, -2),
-            query_start_loc,
-        ),
+        draft,
         conv=conv_of(layer, cache),
         norm=norm,
         selection=selection,

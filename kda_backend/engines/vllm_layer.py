@@ -20,6 +20,7 @@ from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, req
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend.contract.tensors import STATES
+from kda_backend.engines.seam_list import K3_RECORDS
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
 from kda_backend.engines.vllm_run import Runtime, pools_of, run_segment, run_step
 from kda_backend.engines.vllm_tables import tables_of_pass
@@ -107,8 +108,13 @@ def _refusal_of_records(vllm_config: VllmConfig, module: Any) -> str | None:
     its code does instead: its table has one column, of which it reads the accepted token's."""
     if not vllm_config.cache_config.use_replayssm:
         return None
+    drafts = vllm_config.speculative_config is not None
+    if drafts and getattr(module, "recoverssm_records", None) is not None:
+        if (backend := module.recoverssm_backend) != "triton":
+            return f"--use-replayssm folds records by upstream's kernels in {backend}"
+        return seams.refusal(K3_RECORDS)
     kinds = [kind.__name__ for kind in type(module).__mro__]
-    if vllm_config.speculative_config is not None and "KimiGatedDeltaNetAttention" in kinds:
+    if drafts and "KimiGatedDeltaNetAttention" in kinds:
         return (
             "--use-replayssm with drafts reads states of other requests in vLLM's"
             " KimiGatedDeltaNetAttention, which keeps no records and serves here: its answers are"

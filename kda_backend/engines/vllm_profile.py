@@ -11,7 +11,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from backend_core.engines.vllm_flag import say
-from kda_backend.engines.vllm_run import Pools, Runtime, run_segment, verify
+from kda_backend.engines.vllm_run import Pools, Runtime, records_of, run_segment, verify
 from kda_backend.engines.vllm_step import MOST_PREFILLS, Draft, Segment
 from kda_backend.layer import LayerWeights, Projections
 from kda_backend.layer_checkpoints import Checkpoints
@@ -32,7 +32,7 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
     # an engine that the same process makes after another may have longer steps, and shares what
     # was chosen for the first one
     _warm[runtime] = total
-    pools = _scratch_pools(module, device)
+    pools, records = _scratch_pools(module, device), records_of(module)
     tables = runtime.selection.target.vendor != "cpu"
 
     def tokens(begin: int, end: int) -> Projections:
@@ -68,9 +68,11 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
 
     def drafts(rows: torch.Tensor | None) -> Draft:
         size = min(total if rows is None else len(rows), 16, runtime.max_draft)
-        slots = torch.full((1, runtime.max_draft), -1, dtype=torch.int32, device=device)
+        width = runtime.max_draft if records is None else 1
+        slots = torch.full((1, width), -1, dtype=torch.int32, device=device)
         bounds = torch.tensor([0, size], dtype=torch.int32, device=device)
-        return Draft(rows, rows, slots, torch.ones_like(bounds)[:1], bounds)
+        one, first = torch.ones_like(bounds)[:1], torch.zeros_like(bounds)[:1]
+        return Draft(rows, rows, slots, one, bounds, first)
 
     def run(selection: KdaSelection) -> None:
         forced = replace(runtime, selection=selection)
@@ -91,12 +93,12 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
             rows = torch.arange(total, device=device)[:16]
             n = len(rows)
             args = (forced, weights, tokens(0, n), pools)
-            verify(*args, drafts(None), None)
+            verify(*args, drafts(None), None, records)
             # gathered from a step with prefills
             for beside in with_and_without_checkpoints(prefills([n])):
-                verify(*args, drafts(rows), beside)
+                verify(*args, drafts(rows), beside, records)
             for count in sorted({1, min(2, n), n}):  # Kimi-K3's decodes lie beside drafts
-                verify(*args, drafts(rows[:count]), decodes(count))
+                verify(*args, drafts(rows[:count]), decodes(count), records)
 
     warm_up(runtime.selection, run, lambda selection: None)
     # beside drafts the host does not know the lengths of prefills, and all are one call

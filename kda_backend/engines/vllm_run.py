@@ -15,7 +15,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from kda_backend import layer
-from kda_backend.contract.values import DraftInputs, StateRef
+from kda_backend.contract.values import DraftInputs, Records, StateRef
 from kda_backend.engines.vllm_step import Draft, Segment, build_step
 from kda_backend.layer import LayerWeights, Projections
 from kda_backend.scratch import Scratch, scratch_of_call
@@ -62,7 +62,7 @@ def run_step(
     pools = pools_of(module)
     if step.draft is not None:
         others = step.prefills[0] if step.prefills else step.decode
-        verify(runtime, weights, whole, pools, step.draft, others)
+        verify(runtime, weights, whole, pools, step.draft, others, records_of(module))
         return
     for segment in (step.decode, *step.prefills):
         if segment is not None:
@@ -81,6 +81,13 @@ def pools_of(module: Any) -> Pools:
     if not is_conv_state_dim_first():
         conv_pool = conv_pool.transpose(-1, -2)
     return conv_pool, state_pool
+
+
+def records_of(module: Any) -> Records | None:
+    """Those of a layer of Kimi-K3 under ``--use-replayssm``, which vLLM folds into its states after
+    sampling."""
+    kept = getattr(module, "recoverssm_records", None)
+    return None if kept is None else Records(kept.correction, kept.key_gate, by_norm=False)
 
 
 def run_segment(
@@ -124,9 +131,14 @@ def verify(
     pools: Pools,
     draft: Draft,
     others: Segment | None,
+    records: Records | None = None,
 ) -> None:
     """Drafts, and the prefills or decodes beside them, whose tokens may lie between those of
-    drafts."""
+    drafts.
+
+    Args:
+        records: what is kept of the drafts in the place of states. Their windows begin at column 0.
+    """
     whole.out.zero_()  # padded tokens belong to no sequence
 
     def gathered(rows: torch.Tensor) -> Projections:
@@ -135,14 +147,13 @@ def verify(
 
     x = whole if draft.rows is None else gathered(draft.rows)
     conv_pool, state_pool = pools
-    layer.verify(
-        weights,
-        runtime.selection,
-        x,
-        conv_pool,
-        StateRef.pool(state_pool, draft.state_indices, null_slot=NULL_BLOCK_ID),
-        DraftInputs.in_pool(draft.num_accepted, draft.cu_seqlens),
-    )
+    slots, given = draft.state_indices, DraftInputs.in_pool(draft.num_accepted, draft.cu_seqlens)
+    if records is not None:
+        assert draft.requests is not None
+        slots = slots[:, 0]
+        given = DraftInputs.in_records(records, draft.requests, cu_seqlens=draft.cu_seqlens)
+    state = StateRef.pool(state_pool, slots, null_slot=NULL_BLOCK_ID)
+    layer.verify(weights, runtime.selection, x, conv_pool, state, given)
     if draft.rows is None or draft.others is None:
         return
     whole.out.index_copy_(0, draft.rows, x.out)

@@ -45,7 +45,9 @@ class Draft:
     Attributes:
         rows, others: the step's rows of the drafts and of all other tokens, which are prefills or,
             in Kimi-K3's metadata, decodes; ``None`` where every token is a draft's.
-        state_indices: ``[N, S]``; num_accepted: ``[N]``; cu_seqlens: ``[N + 1]``.
+        state_indices: ``[N, S]``, or ``[N, 1]`` for drafts of which records are kept;
+            num_accepted: ``[N]``; cu_seqlens: ``[N + 1]``.
+        requests: ``[N]``, the numbers of the drafts, by which records are kept; else ``None``.
     """
 
     rows: torch.Tensor | None
@@ -53,6 +55,7 @@ class Draft:
     state_indices: torch.Tensor
     num_accepted: torch.Tensor
     cu_seqlens: torch.Tensor
+    requests: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,17 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> V
     if m.spec_sequence_masks is not None or m.num_spec_decodes:
         n = m.num_spec_decodes
         alone = m.num_prefills == 0 and begin == 0
+        slots, bounds = m.spec_state_indices_tensor[:n].contiguous(), m.spec_query_start_loc
+        requests = None
+        if slots.shape[1] == 1:  # no slots for states of drafted tokens
+            requests = torch.arange(n, dtype=torch.int32, device=slots.device)
         draft = Draft(
             None if alone else m.spec_token_indx.long(),
             None if alone else m.non_spec_token_indx.long(),
-            m.spec_state_indices_tensor[:n].contiguous(),
+            slots,
             m.num_accepted_tokens[:n],
-            m.spec_query_start_loc[: n + 1],
+            bounds[: n + 1],
+            requests,
         )
         # single tokens beside drafts are counted with the prefills, if there are prefills
         assert not (m.num_prefills and begin)

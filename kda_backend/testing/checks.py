@@ -23,6 +23,7 @@ from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import build_step_plan
 from kda_backend.testing.cases import Case, cu_tensor, make_case
+from kda_backend.testing.record_checks import run_records
 from kda_backend.testing.regimes import HARD_REGIMES
 from kda_backend.testing.steps import EPS, StepCase, StepPools, make_step
 from kda_backend.testing.tolerances import LAYER_TOLERANCE, STEP_TOLERANCES, TOLERANCES
@@ -50,6 +51,16 @@ def check_cases(path: KernelPath) -> dict[str, CheckCase]:
             f"drafts of {_DRAFT}": functools.partial(run_draft, path),
             f"drafts of {_DRAFT}, fp16 states": functools.partial(
                 run_draft, path, state_dtype=torch.float16
+            ),
+        }
+    if path.operator == "verify_records":
+        return {
+            "records of drafts": functools.partial(run_records, path),
+            "records of drafts, bounded gate": functools.partial(
+                run_records, path, gate="bounded", has_norm=False
+            ),
+            "records of drafts, fp16 states": functools.partial(
+                run_records, path, state_dtype=torch.float16
             ),
         }
     found = {"small": _sequence_case(path, small), "adversarial": _sequence_case(path, hard)}

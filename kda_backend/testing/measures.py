@@ -9,8 +9,14 @@ import torch
 
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
-from kda_backend import kda_decode_step, kda_prefill, kda_recurrent
-from kda_backend.contract.values import StateRef
+from kda_backend import (
+    kda_commit_,
+    kda_decode_step,
+    kda_prefill,
+    kda_recurrent,
+    kda_verify_step,
+)
+from kda_backend.contract.values import DraftInputs, Records, StateRef
 from kda_backend.scratch import Scratch
 from kda_backend.spec import CHUNK
 from kda_backend.step_plan import build_step_plan
@@ -61,9 +67,39 @@ def _step(path: KernelPath, target: Target, grid: int, heads: int, *, whole: boo
     return lambda: kda_decode_step(*inputs, state, out=out, selection=chosen, **stages)
 
 
+def _records(path: KernelPath, target: Target, grid: int, heads: int, *, folds: bool) -> Call:
+    """Drafts of 4 tokens, of which 2 of the draft before were accepted; or the fold of these."""
+    rows, tokens = max(1, grid // heads), 4
+    case = make_step(0, rows * tokens, device=DEVICE, heads=heads, has_bias=False, **_DIMS)
+    pools, accepted = StepPools(case, rows, width=tokens + 2), torch.full_like(_slots(rows), 2)
+    pools.fill(0, list(range(rows)))
+    sizes: dict[str, Any] = {"dtype": case.packed.dtype, "device": DEVICE, **_DIMS}
+    records = Records.empty((rows,), tokens, heads=heads, **sizes)
+    for x in records[:2]:
+        x.zero_()
+    state, out = StateRef.pool(pools.states, _slots(rows)), torch.empty_like(case.z)
+    chosen, inputs, stages = (
+        forced(path, target, case.shape),
+        case.inputs,
+        case.stages(pools.windows),
+    )
+    own = _slots(rows)
+    if folds:
+
+        def commit() -> torch.Tensor:
+            kda_commit_(inputs[1], state, records, own, accepted, selection=chosen)
+            return pools.states[:, :, 0]
+
+        return commit
+    draft = DraftInputs.in_records(records, own, accepted)
+    return lambda: kda_verify_step(*inputs, state, draft, out=out, selection=chosen, **stages)
+
+
 MEASURES: dict[str, Callable[[KernelPath, Target, int, int], Call]] = {
     "prefill": _prefill,
     "recurrent": _recurrent,
     "whole_step": lambda *args: _step(*args, whole=True),
     "bare_step": lambda *args: _step(*args, whole=False),
+    "records": lambda *args: _records(*args, folds=False),
+    "commit": lambda *args: _records(*args, folds=True),
 }

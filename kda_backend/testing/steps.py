@@ -99,26 +99,25 @@ class StepCase(Gated):
         return out[0], state[0], window[0]
 
     def expected_rows(
-        self, rows: list[int], states: torch.Tensor, windows: torch.Tensor
+        self,
+        rows: list[int],
+        states: torch.Tensor,
+        windows: torch.Tensor,
+        keys: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(out [n, HV, V], states [n, HV, V, K], windows [n, C, 3]) after one token of each of n
-        sequences, whose token is a row of the case; in float64, on the device of ``states``."""
+        sequences, whose token is a row of the case; in float64, on the device of ``states``.
+
+        ``keys [n, H, K]`` are in the place of k, behind the convolution and before its norm.
+        """
         device = states.device
 
         def double(x: torch.Tensor) -> torch.Tensor:
             return x.double().to(device)
 
-        x = double(self.packed[rows])
-        columns = torch.cat([double(windows), x[:, :, None]], 2)
-        if self.has_conv:
-            x = (columns * double(self.conv_weight)).sum(2)
-            if self.has_bias:
-                x = x + double(self.conv_bias)
-            x = x * torch.sigmoid(x)
-        key_dim, value_dim, count = self.g.shape[2], self.z.shape[2], len(rows)
-        keys = self.heads * key_dim
-        q, k = (torch.unflatten(y, 1, (-1, key_dim)) for y in (x[:, :keys], x[:, keys : 2 * keys]))
-        v = torch.unflatten(x[:, 2 * keys :], 1, (-1, value_dim))
+        q, k, v, columns = self._convolved(rows, windows, device)
+        k = k if keys is None else double(keys)
+        key_dim, count = self.g.shape[2], len(rows)
         tokens = self.activated_of([q, k, v, double(self.g[rows]), double(self.beta[rows])])
         # heads of different rows do not meet: one token of n times as many heads
         o, state = reference.recurrent_kda(
@@ -132,6 +131,26 @@ class StepCase(Gated):
             o = o / (o.square().mean(-1, keepdim=True) + EPS).sqrt()
             o = o * double(self.norm_weight) * double(self.z[rows]).sigmoid()
         return o, torch.unflatten(state[0], 0, (count, -1)), columns[:, :, 1:]
+
+    def expected_keys(self, rows: list[int], windows: torch.Tensor) -> torch.Tensor:
+        """k ``[n, H, K]`` of rows behind the convolution and before its norm, in float64."""
+        return self._convolved(rows, windows, windows.device)[1]
+
+    def _convolved(
+        self, rows: list[int], windows: torch.Tensor, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """q, k ``[n, H, K]`` and v ``[n, HV, V]`` of rows, and the inputs ``[n, C, 4]``."""
+        x = self.packed[rows].double().to(device)
+        columns = torch.cat([windows.double().to(device), x[:, :, None]], 2)
+        if self.has_conv:
+            x = (columns * self.conv_weight.double().to(device)).sum(2)
+            if self.has_bias:
+                x = x + self.conv_bias.double().to(device)
+            x = x * torch.sigmoid(x)
+        key_dim, value_dim = self.g.shape[2], self.z.shape[2]
+        keys = self.heads * key_dim
+        q, k = (torch.unflatten(y, 1, (-1, key_dim)) for y in (x[:, :keys], x[:, keys : 2 * keys]))
+        return q, k, torch.unflatten(x[:, 2 * keys :], 1, (-1, value_dim)), columns
 
 
 def make_step(

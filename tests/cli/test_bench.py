@@ -74,7 +74,7 @@ def test_a_script_that_fails(scripts: None) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["speed"], "WHAT must be one of kda-prefill, kda-decode, dsv4-compressor, mla-decode,"),
+        (["speed"], "WHAT must be one of kda-prefill, kda-decode, kda-verify, dsv4-compressor,"),
         (["speed"], ", got 'speed'"),
         (["--heads", "8"], "WHAT must be one of"),
         (["--heads=8"], "WHAT must be one of"),

@@ -266,7 +266,7 @@ def test_kda_calls_are_of_the_asked_size(operator: str, measure: str) -> None:
     kda = families()["kda"]
     result = kda.measure(row_here("kda", operator), detect_target(), measure, 6, 2)()
     o = result[0] if isinstance(result, tuple) else result
-    tokens = {"prefill": (1, 192), "recurrent": (3, 1)}.get(measure, (3,))
+    tokens = {"prefill": (1, 192), "recurrent": (3, 1), "records": (12,)}.get(measure, (3,))
     assert isinstance(o, torch.Tensor)
     assert o.shape == (*tokens, 2, 128) and bool(o.isfinite().all()) and bool(o.any())
 

@@ -27,6 +27,7 @@ from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import _chunk_table_kernel
 from kda_backend.token_spec import TokenSpec
 from kda_backend.verify.fused import verify_kernel
+from kda_backend.verify_records.fused import commit_records_kernel, verify_records_kernel
 from tests.offline import TARGETS, Report, compile_kernel, dump, report_of
 
 REPORT = Path(__file__).with_name("compile_report.json")
@@ -57,6 +58,10 @@ _POINTERS = {
     "write_ptr": "*fp32",
     "write_indices_ptr": "*i32",
     "num_accepted_ptr": "*i32",
+    "correction_ptr": "*fp32",
+    "record_indices_ptr": "*i32",
+    "kept_slots_ptr": "*i32",
+    "kept_counts_ptr": "*i32",
     "conv_weight_ptr": "*fp32",
 }
 _SNAPSHOT_POOL = ("snapshot_indices_ptr", "stride_snapshot_n")
@@ -71,6 +76,7 @@ VARIANTS = {
     "bare": (*_CONV, "conv_bias_ptr", *_NORM),
     "slots": ("conv_bias_ptr", "windows_ptr"),
     "buffers": ("conv_bias_ptr", "num_accepted_ptr"),
+    "held": ("conv_bias_ptr", "windows_ptr"),
     "pool": (*_SNAPSHOTS, *_INTERMEDIATE),
     "pool, snapshots": (*_INTERMEDIATE, *_SNAPSHOT_POOL),
     "pool, snapshots in a pool": _INTERMEDIATE,
@@ -138,6 +144,13 @@ def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype, has_ptx: bool) -> 
             for variant in ("slots", *(f"buffers{states}" for states in of_states)):
                 kernel = verify_kernel(row.params, model[1])
                 yield f"verify_step {size} {name} {variant}{bounds}", kernel, dtype, variant
+        elif (row.operator, row.name) == ("verify_records", "fused") and dim <= 128:
+            kernel = verify_records_kernel(row.params, model[1])
+            for variant in ("buffers", *(f"held{states}" for states in of_states)):
+                yield f"verify_records {size} {name} {variant}{bounds}", kernel, dtype, variant
+            kernel, _ = commit_records_kernel(row.params, dim, dim, GATES[name], has_ptx)
+            for states in of_states:
+                yield f"commit_records {size} {name}{states}{bounds}", kernel, dtype, f"all{states}"
         elif row.name == "two_stage":
             kernels = _prefill_kernels(row, dim, dtype, GATES[name], 0, has_ptx)
             yield f"intra {size} {name}{bounds}", kernels.intra, dtype, "pool"

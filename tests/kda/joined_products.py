@@ -26,5 +26,5 @@ def measure(compiled: Any) -> dict[str, int]:
 if __name__ == "__main__":
     arch = sys.argv[1]
     with mock.patch("tests.offline.measure", measure):
-        steps = (x for x in cases(arch) if x[0].startswith(("decode_step", "verify_step")))
+        steps = (x for x in cases(arch) if x[0].startswith(("decode_step", "verify_")))
         print(json.dumps({case[0]: compile_case(arch, case) for case in steps}))

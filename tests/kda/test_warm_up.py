@@ -18,7 +18,8 @@ def test_every_path_of_every_operator_is_called(target: str) -> None:
         called.append(single.prefill.rows[0])
 
     def decode(single: KdaSelection) -> None:
-        called.extend(x.rows[0] for x in (single.recurrent, single.decode_step, single.verify))
+        steps = (single.decode_step, single.verify, single.verify_records)
+        called.extend(x.rows[0] for x in (single.recurrent, *steps))
 
     warm_up(selection, prefill, decode)
     for operator in selection.operators:

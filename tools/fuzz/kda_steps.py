@@ -60,7 +60,7 @@ STEP_LAYERS = (
 )
 
 
-class _Rows:
+class Rows:
     """A layer's rows and pools, whose tensors stay while their contents change."""
 
     def __init__(
@@ -103,12 +103,12 @@ def fill_pools(pools: StepPools, seed: int, slots: list[int]) -> None:
         pool[slots] = torch.randn(shape, generator=rng, device=rng.device).to(pool.dtype)
 
 
-def _tolerances(layer: Layer) -> tuple[float, float]:
+def tolerances(layer: Layer) -> tuple[float, float]:
     output, state = STEP_TOLERANCES[layer.state_dtype]
     return ONE_HEAD * output, state  # of one row and head
 
 
-def _output_error(got: torch.Tensor, want: torch.Tensor, allowed: float) -> tuple[float, float]:
+def output_error(got: torch.Tensor, want: torch.Tensor, allowed: float) -> tuple[float, float]:
     """The worst relative L2 of rows and heads ``[n, HV, V]``."""
     difference = (got.double() - want).square().sum(2)
     # a row that cancels is compared with what rows of this head are
@@ -117,7 +117,7 @@ def _output_error(got: torch.Tensor, want: torch.Tensor, allowed: float) -> tupl
     return (float(found.max()) if found.numel() else 0.0), allowed
 
 
-class _Step(_Rows):
+class _Step(Rows):
     """``kda_decode_step``."""
 
     def __init__(self, draw: Draw, target: Target, device: torch.device) -> None:
@@ -167,7 +167,7 @@ class _Step(_Rows):
         dead = [n for n in range(self.tokens) if n not in live]
         if bool(self.result[dead].any()):
             raise MismatchError("a padded row's output is not zero")
-        output, state = _tolerances(self.layer)
+        output, state = tolerances(self.layer)
         if not live:
             expect_untouched("a state", self.before.memory, self.pools.memory)
             return 0.0, output
@@ -175,7 +175,7 @@ class _Step(_Rows):
             live, self.before.states[slots], self.before.windows[slots]
         )
         found = [
-            _output_error(self.result[live], want_o, output),
+            output_error(self.result[live], want_o, output),
             state_error(self.pools.states[slots], want_s, state),
         ]
         if self.case.has_conv:
@@ -189,7 +189,7 @@ class _Step(_Rows):
         return worst(*found)
 
 
-class _Draft(_Rows):
+class _Draft(Rows):
     """``kda_verify_step``, in both forms of keeping states."""
 
     def __init__(self, draw: Draw, target: Target, device: torch.device) -> None:
@@ -263,7 +263,7 @@ class _Draft(_Rows):
         )
 
     def error(self) -> tuple[float, float]:
-        output, state = _tolerances(self.layer)
+        output, state = tolerances(self.layer)
         found = [(0.0, output)]
         for n in self.padded:
             own = slice(self.begins[n], self.begins[n] + self.lengths[n])
@@ -281,7 +281,7 @@ class _Draft(_Rows):
             rows = [self.begins[live[i]] + t for i in now]
             out, after, window_after = self.case.expected_rows(rows, states[now], window[now])
             states[now], window[now] = after, window_after
-            found.append(_output_error(self.out[rows], out, output))
+            found.append(output_error(self.out[rows], out, output))
             got = self._kept([live[i] for i in now], t)
             found.append(state_error(got, after, 2.0 * state))
             self._check_windows([live[i] for i in now], t, window_after)

@@ -29,7 +29,7 @@ def product(a, b):
 
 
 @triton.jit
-def delta_step(
+def delta_update(
     b_state,
     b_q,
     b_k,
@@ -40,7 +40,8 @@ def delta_step(
     K_INNER: tl.constexpr,
     KB_AXIS: tl.constexpr,
 ):
-    """The state after a token and S q [V], from q, k, decay [K] and v [V]."""
+    """The state after a token, S q [V], and of the token the correction [V] of the state for k as
+    it comes and for k behind its norm, from q, k, decay [K] and v [V]."""
     KB: tl.constexpr = b_state.shape[KB_AXIS]
     b_q, b_k, b_v = b_q.to(tl.float32), b_k.to(tl.float32), b_v.to(tl.float32)
     products = (product(b_q, b_q), product(b_k, b_k), product(b_q, b_k))
@@ -57,8 +58,28 @@ def delta_step(
     b_sk = tl.sum(tl.sum(b_state * b_k, KB_AXIS), 1)
     b_sq = tl.sum(tl.sum(b_state * b_q, KB_AXIS), 1)
     b_delta = beta * (b_v - r_k * b_sk)
-    b_state += tl.expand_dims((r_k * b_delta)[:, None], KB_AXIS) * b_k
-    return b_state, r_q * (b_sq + (r_k * qk) * b_delta)
+    b_correction = r_k * b_delta
+    b_state += tl.expand_dims(b_correction[:, None], KB_AXIS) * b_k
+    return b_state, r_q * (b_sq + (r_k * qk) * b_delta), b_correction, b_delta
+
+
+@triton.jit
+def delta_step(
+    b_state,
+    b_q,
+    b_k,
+    b_v,
+    b_decay,
+    beta,
+    L2NORM: tl.constexpr,
+    K_INNER: tl.constexpr,
+    KB_AXIS: tl.constexpr,
+):
+    """The state after a token and S q [V], from q, k, decay [K] and v [V]."""
+    b_state, b_o, _, _ = delta_update(
+        b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS
+    )
+    return b_state, b_o
 
 
 @triton.jit

@@ -95,6 +95,21 @@ class Served:
         self.layers = torch.nn.ModuleList(layers)
         # sglang copies tracked states once the last layer of its pool has run
         params = dataclasses.replace(config.mamba2_cache_params, layers=list(LAYERS))
+        self.runner = SimpleNamespace(
+            device="cpu",
+            gpu_id=0,
+            dtype=torch.bfloat16,
+            server_args=self.args,
+            pre_model_load_memory=4.0,  # GiB that were free before the weights
+            max_running_requests=min(REQUESTS, self.args.max_running_requests or REQUESTS),
+            model=self.layers,
+            model_config=model_config,
+            token_to_kv_pool=SimpleNamespace(),
+            is_draft_worker=False,
+            use_mla_backend=False,
+        )
+        if self.args.enable_linear_replayssm_spec:
+            self.reserve_records()
         with OnTheCpu():
             self.pool = HybridReqToTokenPool(
                 size=REQUESTS,
@@ -109,23 +124,20 @@ class Served:
                 enable_overlap_schedule=False,
                 speculative_num_draft_tokens=self.args.speculative_num_draft_tokens,
                 speculative_eagle_topk=self.args.speculative_eagle_topk,
+                enable_linear_replayssm_spec=self.args.enable_linear_replayssm_spec,
             )
-        self.runner = SimpleNamespace(
-            device="cpu",
-            gpu_id=0,
-            dtype=torch.bfloat16,
-            server_args=self.args,
-            pre_model_load_memory=4.0,  # GiB that were free before the weights
-            max_running_requests=min(REQUESTS, self.args.max_running_requests or REQUESTS),
-            model=self.layers,
-            model_config=model_config,
-            req_to_token_pool=self.pool,
-            token_to_kv_pool=SimpleNamespace(),
-            is_draft_worker=False,
-            use_mla_backend=False,
-        )
+        self.runner.req_to_token_pool = self.pool
         full = attention_registry.ATTENTION_BACKENDS["torch_native"](self.runner)
         self.backend = attention_registry.attn_backend_wrapper(self.runner, full)
+
+    def reserve_records(self) -> None:
+        """As `sglang_layer.reserve`, but for its scratch memory."""
+        from kda_backend.engines import sglang_layer, sglang_records  # a process may have no use
+
+        attention = [layer.attn for layer in self.layers]
+        selection = sglang_layer._selection(attention, [], torch.device("cpu"), torch.bfloat16)
+        assert selection is not None
+        sglang_records.reserve(self.runner, attention[0], selection, one_launch=True)
 
     @property
     def dispatcher(self) -> Any:

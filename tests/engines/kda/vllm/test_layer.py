@@ -178,6 +178,7 @@ def test_both_layers_come_from_one_plan_that_is_logged_once(
         "recurrent grid 1 and more",
         "decode_step grid 1 and more",
         "verify grid 1 and more",
+        "verify_records grid 1 and more",
     ]
 
 

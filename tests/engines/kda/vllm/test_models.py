@@ -223,6 +223,63 @@ def test_drafts_are_verified_from_what_was_accepted(model: Model, drafting: Any)
             done[n] += following[n]
 
 
+def recording() -> tuple[Any, Any]:
+    """Kimi-K3's layer with drafts under ``--use-replayssm``, and its configuration."""
+    config = engine_config(flag=True, dtype="float32", speculative_config=NGRAM)
+    config.cache_config.use_replayssm = config.cache_config.use_kda_recoverssm = True
+    try:
+        layer = build(MODELS["Kimi-K3"], config)
+    except AssertionError:
+        pytest.skip("this release keeps records in the pages of its cache")
+    bind_cache(layer, config)
+    return layer, config
+
+
+def test_kimi_k3s_drafts_as_records_that_vllm_folds(caplog: pytest.LogCaptureFixture) -> None:
+    """Verified here, beside a prompt too; states and windows by upstream's own commit."""
+    layer, config = recording()
+    if not hasattr(layer, "recoverssm_records"):
+        assert "--use-replayssm verifies drafts from records" in refused(caplog)
+        return
+    assert is_ours(layer) and layer.recoverssm_backend == "triton"
+    for x in (layer.recoverssm_records.correction, layer.recoverssm_records.key_gate):
+        x.fill_(torch.nan)
+    blocks = torch.tensor([[2], [7], [4]], dtype=torch.int32)
+    texts, done = [hidden(60, seed=seed) for seed in (1, 2, 3)], [20, 9, 0]
+    x = torch.cat([text[:n] for text, n in zip(texts, done[:2], strict=False)])
+    metadata = step_metadata(layer, config, done[:2], (0, 0), blocks[:2], (0, 0))
+    run_layer(layer, config, x, metadata)
+    for step, following in enumerate(((4, 2), (2, 3), (1, 1))):
+        lengths = (DRAFT, DRAFT, 30) if step == 1 else (DRAFT, DRAFT)
+        n = len(lengths)
+        parts = [t[d : d + k] for t, d, k in zip(texts, done, lengths, strict=False)]
+        drafted = (1, 1, 0)[:n]
+        metadata = step_metadata(layer, config, lengths, done[:n], blocks[:n], drafted)
+        assert metadata.num_spec_decodes == 2
+        before = layer.kv_cache[1][[2, 7]].clone()
+        o = run_layer(layer, config, torch.cat(parts), metadata)
+        assert torch.equal(layer.kv_cache[1][[2, 7]], before)
+        metadata.commit_recoverssm_state(torch.tensor([*following, 30][:n], dtype=torch.int32))
+        for i, (text, part) in enumerate(zip(texts, parts, strict=False)):
+            definition = definition_of(MODELS["Kimi-K3"])
+            want = definition.run(torch.cat([text[: done[i]], part]))[done[i] :]
+            assert relative_error(o[i * DRAFT : i * DRAFT + len(part)], want) < TOLERANCE
+            done[i] += following[i] if i < 2 else 30
+            definition = definition_of(MODELS["Kimi-K3"])
+            definition.run(text[: done[i]])
+            state = layer.kv_cache[1][int(blocks[i, 0])]
+            assert relative_error(state, definition.state[0]) < TOLERANCE
+
+
+def test_the_profile_run_compiles_what_keeps_records() -> None:
+    layer, config = recording()
+    if not is_ours(layer):
+        return
+    del layer.kv_cache
+    vllm_profile._warm.clear()
+    assert not run_layer(layer, config, hidden(100), None).any()
+
+
 @pytest.mark.parametrize("others", ["prefills", "decodes"])
 def test_drafts_beside_other_tokens(model: Model, drafting: Any, others: str) -> None:
     """Kimi-K3's metadata leaves single tokens beside drafts decodes; the others' calls them

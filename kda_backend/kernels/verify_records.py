@@ -1,0 +1,235 @@
+"""Tokens of a draft, one after the other, with a record of each token kept in place of a state.
+
+The state before the draft is read once. The records that the draft before has left are folded into
+it first, as many as the engine has accepted, and only then is it stored, once. After that the
+recurrence is that of ``verify_step``, and the state after the draft is lost: the next call, or
+``commit_records``, makes it again from the records.
+
+A program has read all records of its head before it stores the first new one, so new ones take the
+rows of the old. With a convolution k is rounded to the tokens' dtype before its norm, so that its
+record is exact. The convolution's window is read from column ``num_accepted - 1`` on where the
+pool's columns hold the draft before (``windows_ptr`` is None), else from column 0.
+
+Grid: (HV * N,).
+"""
+
+import triton
+import triton.language as tl
+
+from backend_core.kernels.math import ex2
+from kda_backend.kernels.functions.conv import load_head
+from kda_backend.kernels.functions.delta import delta_update, state_tile
+from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
+from kda_backend.kernels.functions.records import (
+    accepted_records,
+    fold_record,
+    load_record,
+    store_record,
+)
+from kda_backend.kernels.functions.state import as_stored
+from kda_backend.kernels.verify_step import (
+    convolve,
+    load_token,
+    normalised,
+    store_column,
+    store_inputs_before,
+    store_windows,
+    store_zeros,
+    tokens_of,
+)
+
+
+@triton.jit
+def fold_held(
+    b_state,
+    records,
+    held,
+    o_k,
+    o_v,
+    masks,
+    gate,
+    lower_bound,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    K_INNER: tl.constexpr,
+    KB_AXIS: tl.constexpr,
+    GATE: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+):
+    """The state after the first ``held`` records of a head. Each is requested before the one before
+    it is folded. ``records``: pointers to the first correction, and to the first key."""
+    p_correction, p_key_gate = records
+    upcoming = load_record(p_correction, p_key_gate, held > 0, o_k, o_v, masks, K)
+    for i in range(held):
+        record = upcoming
+        p_correction += V
+        p_key_gate += 2 * K
+        upcoming = load_record(p_correction, p_key_gate, i + 1 < held, o_k, o_v, masks, K)
+        b_state = fold_record(b_state, record, gate, lower_bound, K_INNER, KB_AXIS, GATE, FAST_MATH)
+    return b_state
+
+
+@triton.jit
+def store_folded(p_state, m_state, b_state):
+    """Stores a state once every thread has read the records that new ones replace; returns it as it
+    is stored."""
+    stored = as_stored(b_state, p_state.dtype.element_ty)
+    tl.store(p_state, stored, mask=m_state)
+    tl.debug_barrier()
+    return stored.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["null_slot", "tokens_per_sequence", "max_tokens"])
+def verify_records_kernel(
+    q_ptr,  # [tokens, H, K]
+    k_ptr,  # [tokens, H, K]
+    v_ptr,  # [tokens, HV, V]
+    g_ptr,  # [tokens, HV, K]
+    beta_ptr,  # [tokens, HV]
+    a_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV, K] or None
+    state_ptr,  # [slots, HV, V, K], in place
+    state_indices_ptr,  # [N] int32
+    correction_ptr,  # [rows, HV, max_tokens, V] fp32, in place
+    key_gate_ptr,  # [rows, HV, max_tokens, 2 K], in place
+    record_indices_ptr,  # [N] int32
+    num_accepted_ptr,  # [N] int32, or None: no records are held
+    conv_state_ptr,  # [slots, C, W] by strides, or None
+    conv_weight_ptr,  # [C, 4]
+    conv_bias_ptr,  # [C] or None
+    windows_ptr,  # [rows, max_tokens, C, 3] by strides, or None
+    norm_weight_ptr,  # [V] or None
+    norm_gate_ptr,  # [tokens, HV, V]
+    out_ptr,  # [tokens, HV, V]
+    cu_seqlens_ptr,  # [N + 1] or None
+    tokens_per_sequence,
+    max_tokens,
+    null_slot,
+    lower_bound,
+    scale,
+    eps,
+    stride_q_t,
+    stride_k_t,
+    stride_v_t,
+    stride_g_t,
+    stride_beta_t,
+    stride_state_n,
+    stride_correction_n,
+    stride_key_gate_n,
+    stride_conv_state_n,
+    stride_conv_state_c,
+    stride_conv_state_w,
+    stride_windows_n,
+    stride_windows_t,
+    stride_windows_c,
+    stride_windows_w,
+    stride_norm_gate_t,
+    stride_out_t,
+    HV,
+    HEADS_PER_KEY: tl.constexpr,  # HV / H
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K_INNER: tl.constexpr,
+    KB_AXIS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GATE: tl.constexpr,
+    BETA: tl.constexpr,
+    L2NORM: tl.constexpr,
+    BY_NORM: tl.constexpr,  # u is for k as it comes
+    FAST_MATH: tl.constexpr,
+):
+    i_hv, i_n = tl.program_id(0) % HV, (tl.program_id(0) // HV).to(tl.int64)
+    i_h = i_hv // HEADS_PER_KEY
+    bos, num_tokens = tokens_of(cu_seqlens_ptr, i_n, tokens_per_sequence, max_tokens)
+    slot = tl.load(state_indices_ptr + i_n).to(tl.int64)
+    row = tl.load(record_indices_ptr + i_n).to(tl.int64)
+    accepted = accepted_records(num_accepted_ptr, i_n, max_tokens)
+
+    o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    m_k, m_v = o_k < K, o_v < V
+    p_out = out_ptr + bos * stride_out_t + i_hv * V + o_v
+    if (slot < 0) | (slot == null_slot):
+        store_zeros(p_out, stride_out_t, num_tokens, m_v, BLOCK_V)
+        return
+    if num_tokens == 0:
+        return  # what is held stays held
+
+    o_state, m_state = state_tile(i_hv * (V * K) + o_v * K, m_v, K, BLOCK_K, K_INNER, KB_AXIS)
+    p_state = state_ptr + slot * stride_state_n + o_state
+    b_state = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+    gate = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
+    p_correction = correction_ptr + row * stride_correction_n + i_hv * (max_tokens * V)
+    p_key_gate = key_gate_ptr + row * stride_key_gate_n + i_hv * (max_tokens * (2 * K))
+    if num_accepted_ptr is not None:
+        held = tl.where(row >= 0, accepted, 0)
+        b_state = fold_held(
+            b_state, (p_correction, p_key_gate), held, o_k, o_v, (m_k, m_v), gate, lower_bound,
+            K=K, V=V, K_INNER=K_INNER, KB_AXIS=KB_AXIS, GATE=GATE, FAST_MATH=FAST_MATH,
+        )  # fmt: skip
+        b_state = store_folded(p_state, m_state & (held > 0), b_state)
+    if norm_weight_ptr is not None:
+        b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
+    c_q, masks = i_hv * K + o_k, (m_k, m_k, m_v)
+    channels = (c_q, HV * K + c_q, 2 * HV * K + i_hv * V + o_v)
+    if conv_state_ptr is not None:
+        conv_state_ptr += slot * stride_conv_state_n
+        p_conv = conv_state_ptr
+        if windows_ptr is None:
+            p_conv += tl.maximum(accepted - 1, 0) * stride_conv_state_w
+        strides = (stride_conv_state_c, stride_conv_state_w)
+        weights = (conv_weight_ptr, conv_bias_ptr)
+        windows, taps = load_head(p_conv, weights, channels, masks, strides)
+        q0, q1, q2 = windows[0]
+        k0, k1, k2 = windows[1]
+        v0, v1, v2 = windows[2]
+        t_q, t_k, t_v = taps
+        if windows_ptr is None:
+            store_inputs_before(
+                conv_state_ptr, strides, channels, masks, windows[0], windows[1], windows[2]
+            )
+            conv_state_ptr += stride_conv_state_w
+
+    p_q = q_ptr + bos * stride_q_t + i_h * K + o_k
+    p_k = k_ptr + bos * stride_k_t + i_h * K + o_k
+    p_v = v_ptr + bos * stride_v_t + i_hv * V + o_v
+    p_g = g_ptr + bos * stride_g_t + i_hv * K + o_k
+    p_beta = beta_ptr + bos * stride_beta_t + i_hv
+    kept = (m_k & (row >= 0), m_v & (row >= 0))
+    own = (kept[0], kept[0], kept[1])
+    for i_t in range(num_tokens):
+        b_q, b_k, b_v, b_g = load_token(p_q, p_k, p_v, p_g, m_k, m_v)
+        beta = step_size(tl.load(p_beta), BETA, FAST_MATH)
+        if conv_state_ptr is not None:
+            element = conv_state_ptr.dtype.element_ty
+            b_q, q0, q1, q2 = convolve(t_q, q0, q1, q2, b_q, element, FAST_MATH)
+            b_k, k0, k1, k2 = convolve(t_k, k0, k1, k2, b_k, element, FAST_MATH)
+            b_v, v0, v1, v2 = convolve(t_v, v0, v1, v2, b_v, element, FAST_MATH)
+            b_k = b_k.to(key_gate_ptr.dtype.element_ty)
+            if windows_ptr is None:
+                conv_state_ptr += stride_conv_state_w
+                store_column(conv_state_ptr, stride_conv_state_c, channels, (q2, k2, v2), masks)
+            else:
+                p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
+                of_windows = (stride_windows_c, stride_windows_w)
+                heads = (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
+                store_windows(p_w, channels, own, of_windows, heads[0], heads[1], heads[2])
+        b_decay = ex2(log2_decay(b_g, gate[0], gate[1], lower_bound, GATE, FAST_MATH), FAST_MATH)
+        b_state, b_o, b_u, b_delta = delta_update(
+            b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS
+        )
+        b_u = b_u if BY_NORM else b_delta
+        store_record(p_correction, p_key_gate, o_k, o_v, kept, (b_u, b_k, b_g), K)
+        p_correction += V
+        p_key_gate += 2 * K
+        b_o *= scale
+        if norm_weight_ptr is not None:
+            p_gate = norm_gate_ptr + (bos + i_t) * stride_norm_gate_t + i_hv * V + o_v
+            b_o = normalised(b_o, b_weight, p_gate, m_v, eps, V, FAST_MATH)
+        tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_v)
+        p_q += stride_q_t
+        p_k += stride_k_t
+        p_v += stride_v_t
+        p_g += stride_g_t
+        p_beta += stride_beta_t
+        p_out += stride_out_t
