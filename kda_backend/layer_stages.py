@@ -117,8 +117,10 @@ def gated_norm(x: torch.Tensor, norm: NormInputs, step_plan: StepPlan) -> None:
     The arguments are not checked here: :func:`check_gated_norm` does that.
     """
     if step_plan.chunk_table is None:
-        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + norm.eps)
-        x.copy_(y * norm.weight.float() * norm.gate.float().sigmoid())
+        # token by token: torch rounds the elements at the end of a tensor otherwise
+        for row, gate in zip(x, norm.gate, strict=True):
+            y = row.float() * torch.rsqrt(row.float().square().mean(-1, keepdim=True) + norm.eps)
+            row.copy_(y * norm.weight.float() * gate.float().sigmoid())
         return
     kernel, grid, given = _norm_launch(x, norm)
     kernel.launch(grid, **given)
@@ -165,8 +167,9 @@ def _short_conv_torch(
         if slot >= 0 and read:
             before = pool[slot].to(x.dtype)
         line = torch.cat([before, x[begin:end].T], dim=1)
-        y = F.conv1d(line.float()[None], weight.float()[:, None], groups=line.shape[0])[0]
-        out[begin:end] = F.silu(y).T
+        for t in range(end - begin):
+            columns = line[:, t : t + width].float().contiguous()
+            out[begin + t] = F.silu((columns * weight.float()).sum(1))
         if slot >= 0:
             pool[slot] = line[:, line.shape[1] - (width - 1) :]
 
