@@ -309,6 +309,34 @@ SGLANG_GRAPHS = Part(
         ),
     ),
 )
+SGLANG_CUTS = Part(
+    "sglang",
+    "cuts of prompts that keep bits",
+    (
+        Seam("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook"),
+        *(
+            Seam(f"{_HOOK}:{name}")
+            for name in ("model_config_of", "resolving_view", "declare_resolution")
+        ),
+        Seam("sglang.srt.configs.model_config:uses_kda_attention"),
+        *(
+            Seam(f"sglang.srt.arg_groups.fields.{where}", has=fields)
+            for where, fields in (
+                ("exec_:ExecDeterministic", "enable_deterministic_inference"),
+                (
+                    "exec_:ExecMamba",
+                    "mamba_radix_cache_strategy mamba_track_interval enable_int8_mamba_checkpoint",
+                ),
+                ("memory:Memory", "disable_radix_cache"),
+                (
+                    "schedule:Schedule",
+                    "page_size chunked_prefill_size enable_mixed_chunk enable_dynamic_chunking"
+                    " schedule_policy",
+                ),
+            )
+        ),
+    ),
+)
 SGLANG_NGRAM = Part(
     "sglang",
     "n-gram drafts as chains",
@@ -338,5 +366,6 @@ SGLANG_MLA_BREAKS = Part(
 )
 SEAMS = (
     *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, GLM, LING, *SIZING, VLLM_GRAPHS, VLLM_CAPTURE, VLLM_CUTS),
-    *(SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_GRAPHS, SGLANG_NGRAM, SGLANG_MLA_BREAKS),
+    *(SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_GRAPHS, SGLANG_CUTS, SGLANG_NGRAM),
+    SGLANG_MLA_BREAKS,
 )
