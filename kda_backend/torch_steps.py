@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> Any:
     """The path of the row's operator, which takes that operator's call."""
-    of_rows = functools.partial(step, row_by_row=spec.batch_invariant)
-    found = {
-        "recurrent": functools.partial(recurrent, token_by_token=spec.batch_invariant),
-        "decode_step": InTorch(of_rows),
-        "verify": InTorch(verification),
-    }
+    if spec.batch_invariant:
+        apart = functools.partial(recurrent, token_by_token=True)
+        of_rows = functools.partial(step, row_by_row=True)
+        found = {"recurrent": apart, "decode_step": InTorch(of_rows)}
+        return found.get(row.operator) or InTorch(verification)
+    found = {"recurrent": recurrent, "decode_step": InTorch(step), "verify": InTorch(verification)}
     return found[row.operator]
 
 

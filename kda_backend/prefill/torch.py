@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
-    return functools.partial(prefill, CHUNK if spec.batch_invariant else None)
+    return functools.partial(prefill, at_once=CHUNK) if spec.batch_invariant else prefill
 
 
 @without_autocast
-def prefill(at_once: int | None, call: PrefillCall) -> None:
+def prefill(call: PrefillCall, *, at_once: int | None = None) -> None:
     """The chunked form of the definition.
 
     Args:
