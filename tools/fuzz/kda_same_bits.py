@@ -42,8 +42,9 @@ class _Step:
         rows: the tokens of the call, as rows of the batch's tensors.
         slots: of its sequences; initial: which of them go on.
         lengths: of its sequences.
-        own: the number of the request's sequence; begin: its first token in the request.
-        plan: of a prefill.
+        own: the number of the request's sequence; slot: its slot; begin: its first token in the
+            request.
+        plan: of a prefill; tables: slots of drafts ``[N, 3]`` and their token offsets.
     """
 
     kind: str
@@ -52,8 +53,10 @@ class _Step:
     initial: torch.Tensor
     lengths: Sequence[int]
     own: int
+    slot: int
     begin: int
     plan: StepPlan | None
+    tables: tuple[torch.Tensor, torch.Tensor]
 
 
 class _Request:
@@ -77,7 +80,9 @@ class _Request:
         self.scratch = Scratch(device)
         self.slots = 8 if not self.on_gpu else 8 + max(self._most_rows(), 64)
         self.case = self._make(draw.seed())
-        self.x = [x.clone() for x in (self.case.packed, self.case.g, self.case.beta, self.case.z)]
+        self.memory = [x.clone() for x in self._drawn()]
+        gate = self.case.inputs[1]._replace(a_log=self.memory[4], dt_bias=self.memory[5])
+        self.weights = LayerWeights(self.memory[6], gate, self.memory[7], EPS)
         heads, dim = self.heads, 128
         self.windows = torch.empty(
             self.slots, 3 * heads * dim, 3 + _DRAFT, dtype=torch.bfloat16, device=device
@@ -108,6 +113,11 @@ class _Request:
             has_bias=False,
             **dims,
         )
+
+    def _drawn(self) -> tuple[torch.Tensor, ...]:
+        """Projections of tokens, then weights."""
+        x = self.case
+        return x.packed, x.g, x.beta, x.z, *x.inputs[1][1:3], x.conv_weight, x.norm_weight
 
     def _steps(self, draw: Draw, *, among: bool) -> list[_Step]:
         cuts = [
@@ -173,22 +183,26 @@ class _Request:
             )
         initial = [n != own or begin > 0 for n in range(len(lengths))]
         on = self.device
+        of_sequences = torch.tensor(slots, dtype=torch.int32, device=on)
+        table = torch.full((len(slots), _DRAFT), -1, dtype=torch.int32, device=on)
+        table[:, 0] = of_sequences  # the states after later tokens are not kept
         return _Step(
             kind,
             torch.tensor(rows, device=on),
-            torch.tensor(slots, dtype=torch.int32, device=on),
+            of_sequences,
             torch.tensor(initial, device=on),
             lengths,
             own,
+            slot,
             begin,
             plan,
+            (table, bounds.to(on)),
         )
 
     def fill(self, seed: int) -> None:
-        self.case = case = self._make(seed)
-        for own, drawn in zip(self.x, (case.packed, case.g, case.beta, case.z), strict=True):
+        self.case = self._make(seed)
+        for own, drawn in zip(self.memory, self._drawn(), strict=True):
             own.copy_(drawn)
-        self.weights = LayerWeights(case.conv_weight, case.inputs[1], case.norm_weight, EPS)
 
     def run(self) -> None:
         for number, steps in enumerate((self.alone, self.among)):
@@ -198,10 +212,10 @@ class _Request:
                 self._call(step, self.out[number])
             last = steps[-1]
             for kept, pool in zip(self.kept, (self.states, self.windows), strict=True):
-                kept[number] = pool[last.slots[last.own].long()]
+                kept[number] = pool[last.slot]
 
     def _call(self, step: _Step, out: torch.Tensor) -> None:
-        qkv, g, beta, gate = (x[step.rows] for x in self.x)
+        qkv, g, beta, gate = (x[step.rows] for x in self.memory[:4])
         x = Projections(qkv, g, beta, gate, torch.zeros_like(gate))
         windows = self.windows[:, :, :3]
         given = (self.weights, self.selection, x, windows)
@@ -218,12 +232,8 @@ class _Request:
         out[step.begin : step.begin + length] = x.out[first : first + length]
 
     def _verify(self, step: _Step, x: Projections) -> None:
-        """The states after the first tokens stay in the slots, those after others are not kept."""
-        count = len(step.lengths)
-        table = torch.full((count, _DRAFT), -1, dtype=torch.int32, device=self.device)
-        table[:, 0] = step.slots
-        accepted = torch.ones(count, dtype=torch.int32, device=self.device)
-        draft = DraftInputs.in_pool(accepted, cu_tensor(step.lengths, self.device))
+        table, bounds = step.tables
+        draft = DraftInputs.in_pool(torch.ones_like(table[:, 0]), bounds)
         state = StateRef.pool(self.states, table)
         layer.verify(self.weights, self.selection, x, self.windows, state, draft)
 
