@@ -106,9 +106,11 @@ def make_layer(
     )
 
 
-def selection_of(heads: int, path: str | None = None) -> KdaSelection:
+def selection_of(
+    heads: int, path: str | None = None, *, batch_invariant: bool = False
+) -> KdaSelection:
     """The table's selection, or the last row of one path."""
-    shape = KdaShape(heads, heads, DIM, DIM)
+    shape = KdaShape(heads, heads, DIM, DIM, batch_invariant=batch_invariant)
     return select(detect_target(), shape) if path is None else only(shape, path, "decode_step")
 
 

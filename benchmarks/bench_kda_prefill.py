@@ -11,6 +11,7 @@ call. Peers that are not installed are left out.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import itertools
 import math
@@ -76,11 +77,14 @@ Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 class Ours:
     """The call of an engine's layer: all buffers exist, the plan is the step's."""
 
-    def __init__(self, case: Case, path: str | None = None) -> None:
+    def __init__(
+        self, case: Case, path: str | None = None, *, batch_invariant: bool = False
+    ) -> None:
         tokens, heads = case.q.shape[1:3]
         target = detect_target()
         self.num_sms = target.num_sms
-        selection = select(target, case.shape) if path is None else only(case.shape, path)
+        shape = dataclasses.replace(case.shape, batch_invariant=batch_invariant)
+        selection = select(target, shape) if path is None else only(shape, path)
         cu_seqlens = case.cu_seqlens
         self.step_plan = build_step_plan(cu_seqlens, tokens, cu_seqlens_cpu=cu_seqlens.cpu())
         self.path = selection.prefill.row(

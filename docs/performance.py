@@ -77,6 +77,7 @@ def pages() -> dict[str, tuple[str, list[str]]]:
                 *kda.layer(),
                 *kda.decode(),
                 *kda.state_formats(),
+                *kda.same_bits(),
             ],
         ),
         "dsv4": ("DeepSeek-V4's compressors", dsv4.compressor()),

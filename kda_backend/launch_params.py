@@ -175,6 +175,14 @@ class SegmentedParams:
             raise ValueError(f"segment_chunks must be at least 1, got {self.segment_chunks}")
 
 
+ORDERS = {
+    "one_launch_sm90": "two_stage_sm90",
+    "two_stage_sm90": "two_stage_sm90",
+    "fused_sm90": "fused_sm90",
+}
+"""Paths whose launch parameters do not change the order of operations on a token, and where two
+have the same order its name. Rows of other paths with other parameters have other bits."""
+
 _CHUNKS = "64-token chunks, each sequence's counted on its own, times value heads of this rank"
 _SEQUENCES = "sequences times value heads of this rank"
 

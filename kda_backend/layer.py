@@ -180,7 +180,7 @@ def _prepare(selection: KdaSelection, call: LayerCall) -> Prefill:
     conv = ConvInputs(conv_pool, weights.conv)
     rows = _check_sequences(weights, selection, x, conv, state, step_plan)
     path, run = path_of(selection, rows, step_plan, state)
-    fused = convolves(path, rows, weights.gate, step_plan, state, conv)
+    fused = convolves(selection, path, rows, weights.gate, step_plan, state, conv)
     call_of = functools.partial(_call_of, selection, fused, Prepared())
 
     def on_tensors(at: LayerAddresses, call: LayerCall) -> None:

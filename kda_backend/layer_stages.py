@@ -117,8 +117,9 @@ def gated_norm(x: torch.Tensor, norm: NormInputs, step_plan: StepPlan) -> None:
     The arguments are not checked here: :func:`check_gated_norm` does that.
     """
     if step_plan.chunk_table is None:
-        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + norm.eps)
-        x.copy_(y * norm.weight.float() * norm.gate.float().sigmoid())
+        # in float64: torch's last bits of an element depend on its place in a tensor
+        y = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + norm.eps)
+        x.copy_(y * norm.weight.double() * norm.gate.double().sigmoid())
         return
     kernel, grid, given = _norm_launch(x, norm)
     kernel.launch(grid, **given)
@@ -165,7 +166,8 @@ def _short_conv_torch(
         if slot >= 0 and read:
             before = pool[slot].to(x.dtype)
         line = torch.cat([before, x[begin:end].T], dim=1)
-        y = F.conv1d(line.float()[None], weight.float()[:, None], groups=line.shape[0])[0]
+        # in float64, as the norm
+        y = F.conv1d(line.double()[None], weight.double()[:, None], groups=line.shape[0])[0]
         out[begin:end] = F.silu(y).T
         if slot >= 0:
             pool[slot] = line[:, line.shape[1] - (width - 1) :]

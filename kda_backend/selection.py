@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,9 +16,9 @@ import torch
 from backend_core.contracts import interprets
 from backend_core.operator import Selection, choose
 from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.select import PathTable, load_table
 from backend_core.target import Target, detect_target
-from kda_backend.launch_params import TABLES
+from kda_backend.launch_params import ORDERS, TABLES
 from kda_backend.spec import tile_width
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class KdaShape:
         deterministic_prefix: a token's results have the same bits wherever the tokens before it
             were cut into calls (docs/families/kda.md). If false, prefill may scan segments of long
             sequences.
+        batch_invariant: a token's results have the same bits whatever else is in its call, and
+            those of a prefix as well (docs/reliability.md). If false, paths and their forms follow
+            from the size of the call.
     """
 
     num_heads: int
@@ -51,6 +54,12 @@ class KdaShape:
     gate_dtype: torch.dtype = torch.bfloat16
     aligned_state: bool = True
     deterministic_prefix: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether the bits of a prefix are promised."""
+        return self.deterministic_prefix or self.batch_invariant
 
     def requires(self, operator: str) -> frozenset[str]:
         """The features that a path of this operator must declare to serve this model."""
@@ -63,8 +72,10 @@ class KdaShape:
             needs.add("any_dtype")
         if operator == "prefill" and tile_width(self.key_dim) * self.dtype.itemsize > 256:
             needs.add("wide_rows")  # of K: their tiles take twice the shared memory and more
-        if operator == "prefill" and self.deterministic_prefix:
+        if operator == "prefill" and self.keeps_prefixes:
             needs.add("deterministic_prefix")
+        if self.batch_invariant:
+            needs.add("batch_invariant")
         if operator == "decode_step" and not self.aligned_state:
             needs.add("unaligned_state")
         return frozenset(needs)
@@ -154,8 +165,36 @@ def select(target: Target, shape: KdaShape) -> KdaSelection:
         LookupError: no table for the target, or no row that can serve the shape.
     """
     table = load_table(TABLES, target)
-    chosen = {name: choose(table, name, target, shape) for name in TABLES.operator_names}
+    chosen = _chosen(table, target, shape)
+    if shape.batch_invariant:
+        chosen = _chosen(_of_one_order(table, chosen), target, shape)
     return KdaSelection(target, shape, **chosen)
+
+
+def _chosen(table: PathTable, target: Target, shape: KdaShape) -> dict[str, Any]:
+    return {name: choose(table, name, target, shape) for name in TABLES.operator_names}
+
+
+def _of_one_order(table: PathTable, chosen: Mapping[str, Any]) -> PathTable:
+    """The table, where rows whose path computes in another order than the last one, which serves
+    every call, lack ``batch_invariant``: a table of the user's own may mix them."""
+    mixed = {
+        row
+        for selection in chosen.values()
+        for row in selection.rows
+        if _order(row) != _order(selection.rows[-1])
+    }
+    rows = (
+        replace(row, features=row.features - {"batch_invariant"}) if row in mixed else row
+        for row in table.rows
+    )
+    return replace(table, rows=tuple(rows))
+
+
+def _order(row: KernelPath) -> tuple[Any, ...]:
+    """Equal for paths with the same order of operations on a token."""
+    name = ORDERS.get(row.name)
+    return (row.name, row.params) if name is None else (name,)
 
 
 def warm_up(
@@ -194,12 +233,13 @@ def selection_of_call(
     """
     if selection is None:
         return selection_for(device, shape)
-    # whether a pool is aligned shows at its address: the path that needs it looks; what a prefix's
-    # bits may depend on, a call does not say
+    # whether a pool is aligned shows at its address: the path that needs it looks; what bits may
+    # depend on, a call does not say
     chosen = replace(
         shape,
         aligned_state=selection.shape.aligned_state,
         deterministic_prefix=selection.shape.deterministic_prefix,
+        batch_invariant=selection.shape.batch_invariant,
     )
     if selection.shape != chosen:
         raise ValueError(f"selection must be for {shape}, got one for {selection.shape}")

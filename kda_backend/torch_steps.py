@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from kda_backend.contract.values import (
 from kda_backend.prefill.torch import (
     activated,
     as_stored,
+    in_parts,
     log_decay,
     read_states,
     step_size,
@@ -37,28 +39,43 @@ if TYPE_CHECKING:
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> Any:
     """The path of the row's operator, which takes that operator's call."""
+    if spec.batch_invariant:
+        apart = functools.partial(recurrent, token_by_token=True)
+        of_rows = functools.partial(step, row_by_row=True)
+        found = {"recurrent": apart, "decode_step": InTorch(of_rows)}
+        return found.get(row.operator) or InTorch(verification)
     found = {"recurrent": recurrent, "decode_step": InTorch(step), "verify": InTorch(verification)}
     return found[row.operator]
 
 
 @without_autocast
-def recurrent(call: RecurrentCall) -> None:
-    """The definition, token by token."""
+def recurrent(call: RecurrentCall, *, token_by_token: bool = False) -> None:
+    """The definition.
+
+    Args:
+        token_by_token: also what is done to tokens before, whose rounding depends on their place.
+    """
     tokens, gate, cu_seqlens, state, out = call
     batch, length = tokens.q.shape[:2]
     offsets = [n * length for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    q, k, v, decay, beta = activated(tokens, gate)
-    before = read_states(state, len(offsets) - 1, v, k)
-    o, after = reference.recurrent_kda(
-        q, k, v, decay, beta, scale=tokens.scale, state=before, cu_seqlens=offsets
-    )
+    before = read_states(state, len(offsets) - 1, tokens)
+    if token_by_token:
+        o, after, _ = in_parts(reference.recurrent_kda, 1, tokens, gate, before, offsets)
+    else:
+        o, after = reference.recurrent_kda(
+            *activated(tokens, gate), scale=tokens.scale, state=before, cu_seqlens=offsets
+        )
     write_states(state, after)
     out.copy_(o.view(out.shape))
 
 
 @without_autocast
-def step(call: DecodeCall) -> None:
-    """One token of each row."""
+def step(call: DecodeCall, *, row_by_row: bool = False) -> None:
+    """One token of each row.
+
+    Args:
+        row_by_row: one after the other, so that products have the same shapes in any call.
+    """
     tokens, gate, state, conv, norm, out, _ = call
     pool, indices = state.write, state.indices
     assert pool is not None and indices is not None
@@ -67,7 +84,8 @@ def step(call: DecodeCall) -> None:
     slots = indices[rows].long()
     window = None if conv is None else conv.state[slots][:, :, :3].float()
     layer = Layer(tokens, gate, conv, norm)
-    o, states, window, *_ = layer.advance(rows, pool[slots].float(), window)
+    advance = layer.advance_each if row_by_row else layer.advance
+    o, states, window, *_ = advance(rows, pool[slots].float(), window)
     pool[slots] = as_stored(states, pool.dtype)
     if conv is not None and window is not None:
         conv.state[slots, :, :3] = window.to(conv.state.dtype)
@@ -163,6 +181,19 @@ class Layer:
         """``key_dtype``: k is rounded to it behind the convolution."""
         self._tokens, self._gate, self._conv, self._norm = tokens, gate, conv, norm
         self._key_dtype = key_dtype
+
+    def advance_each(
+        self, rows: torch.Tensor, states: torch.Tensor, window: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`advance`, of one row after the other."""
+        outputs = torch.empty(0, *self._tokens.v.shape[1:])
+        parts = [(outputs, states[:0], None if window is None else window[:0])]
+        for i in range(len(rows)):
+            row = slice(i, i + 1)
+            own = None if window is None else window[row]
+            parts.append(self.advance(rows[row], states[row], own)[:3])
+        o, after, windows = zip(*parts, strict=True)
+        return torch.cat(o), torch.cat(after), None if window is None else torch.cat(windows)
 
     def advance(
         self, rows: torch.Tensor, states: torch.Tensor, window: torch.Tensor | None

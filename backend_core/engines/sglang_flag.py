@@ -25,7 +25,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from sglang.srt import server_args as server_args_module
 from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4
@@ -56,6 +56,7 @@ class SglangLayerClaim:
         install: called with both where it has: weights are loaded, pools allocated.
         reserve: called with a ModelRunner before its pools are sized, weights loaded: memory that
             is taken here is in sglang's account. For any model; `present` is asked later.
+        deterministic: they are served under ``--enable-deterministic-inference`` too.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class SglangLayerClaim:
     present: Callable[[Any, Any], bool]
     install: Callable[[Any, Any], None]
     reserve: Callable[[Any], None] | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class SglangBackendClaim:
     Attributes:
         kind: ``"mla"``, ``"sparse_mla"`` or ``"attention"``, see `kind_of`.
         title: what they are called in a sentence: ``"MLA"``.
-        part, of_model: as of a `SglangLayerClaim`.
+        part, of_model, deterministic: as of a `SglangLayerClaim`.
         choose: called with sglang's ModelRunner and the full-attention backend that it has built,
             pools allocated. Returns a class, which is built with the same two arguments, stands in
             that backend's place and may hand it what it does not serve; or the reason why
@@ -87,8 +89,10 @@ class SglangBackendClaim:
     part: Part
     of_model: Callable[[ModelConfig], bool]
     choose: Callable[[Any, Any], type | str]
+    deterministic: bool = False
 
 
+Claim: TypeAlias = SglangLayerClaim | SglangBackendClaim
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner"
 _REQUESTED = "_kda_dsv4_requested"  # on ServerArgs, which sglang pickles to its schedulers
 _OTHER_FLAGS = (
@@ -96,11 +100,11 @@ _OTHER_FLAGS = (
     "decode_attention_backend",
     "speculative_draft_attention_backend",
 )
-_families: dict[str, tuple[SglangLayerClaim | SglangBackendClaim, ...]] = {}
+_families: dict[str, tuple[Claim, ...]] = {}
 _own_names: set[str] = set()
 
 
-def register_family(family: str, claims: Sequence[SglangLayerClaim | SglangBackendClaim]) -> bool:
+def register_family(family: str, claims: Sequence[Claim]) -> bool:
     """Make a family's name known to sglang, and its claims; a second call changes nothing.
 
     Returns:
@@ -167,7 +171,9 @@ def _hold(runner: Any) -> None:
     config |= runner.model_config.hf_text_config.to_dict()
     for claims in _families.values():
         for claim in claims:
-            if claim.of_model(config) and (reason := seams.refusal(claim.part)) is not None:
+            if declined(claim, runner.server_args) is not None or not claim.of_model(config):
+                continue
+            if (reason := seams.refusal(claim.part)) is not None:
                 fallback(reason)
 
 
@@ -175,13 +181,15 @@ def _reserve(runner: Any) -> None:
     for claims in _families.values():
         for claim in claims:
             reserve = getattr(claim, "reserve", None)
-            if reserve is not None and seams.refusal(claim.part) is None:
+            if reserve is None or declined(claim, runner.server_args) is not None:
+                continue
+            if seams.refusal(claim.part) is None:
                 reserve(runner)
 
 
-def refusal(server_args: Any) -> str | None:
-    """Why no layer is served under these arguments."""
-    if server_args.enable_deterministic_inference:
+def declined(claim: Claim, server_args: Any) -> str | None:
+    """Why the layers of a claim are not served under these arguments."""
+    if is_deterministic(server_args) and not claim.deterministic:
         return (
             "--enable-deterministic-inference is on, and the kernel paths of this backend change"
             " with the batch"
@@ -189,9 +197,16 @@ def refusal(server_args: Any) -> str | None:
     return None
 
 
+def is_deterministic(server_args: Any) -> bool:
+    """Whether the user asks for ``--enable-deterministic-inference``, by itself or by the option
+    that turns it on."""
+    asked = server_args.enable_deterministic_inference
+    return bool(asked) or getattr(server_args, "rl_on_policy_target", None) is not None
+
+
 def is_requested(server_args: Any) -> bool:
-    """Whether the flag was given, and nothing in the arguments speaks against it."""
-    return getattr(server_args, _REQUESTED, None) is not None and refusal(server_args) is None
+    """Whether the flag was given."""
+    return getattr(server_args, _REQUESTED, None) is not None
 
 
 def take_flag(server_args: Any) -> None:
@@ -215,9 +230,9 @@ def build_backend(build: Callable[[Any, Any], Any], runner: Any, full_attn_backe
     family = getattr(runner.server_args, _REQUESTED, None)
     if family is None:
         return build(runner, full_attn_backend)
-    if (reason := refusal(runner.server_args)) is not None:
-        fallback(f"--attention-backend {family}: {reason}")
-        return build(runner, full_attn_backend)
+    reasons = [declined(claim, runner.server_args) for claim in _families[family]]
+    if reasons and all(reasons):
+        fallback(f"--attention-backend {family}: {reasons[0]}")
     chosen = _full_attention(runner, full_attn_backend)
     backend = build(runner, full_attn_backend if chosen is None else chosen)
     present = {
@@ -236,10 +251,13 @@ def build_backend(build: Callable[[Any, Any], Any], runner: Any, full_attn_backe
         return backend
     for claims in present.values():
         for claim in claims:
-            if (reason := seams.refusal(claim.part)) is None:
+            reason = declined(claim, runner.server_args)
+            if reason is not None:
+                reason = f"--attention-backend {family}: {reason}"
+            elif (reason := seams.refusal(claim.part)) is None:
                 claim.install(backend, runner)
-            else:
-                fallback(reason)
+                continue
+            fallback(reason)
     return backend
 
 
@@ -249,7 +267,8 @@ def _full_attention(runner: Any, upstream: Any) -> Any | None:
         for claim in claims:
             if not isinstance(claim, SglangBackendClaim) or claim.kind != kind_of(runner):
                 continue
-            answer = seams.refusal(claim.part) or claim.choose(runner, upstream)
+            reason = declined(claim, runner.server_args) or seams.refusal(claim.part)
+            answer = reason or claim.choose(runner, upstream)
             name = type(upstream).__name__
             if isinstance(answer, type):
                 say(

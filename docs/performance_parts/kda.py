@@ -227,6 +227,33 @@ def layer() -> list[str]:
     ]
 
 
+def same_bits() -> list[str]:
+    """The price of bits that do not depend on the batch, once it has been measured."""
+    name = "kda_same_bits_h200.json"
+    if not (RESULTS / name).is_file():
+        return []
+    report = load(name)
+    kinds = {"decode": "decode step", "prefill": "prefill", "layer": "prefill of a whole layer"}
+    cells = []
+    for what, title in kinds.items():
+        rows = [row for row in report["rows"] if row["what"] == what]
+        ratios = [row["invariant_us"] / row["free_us"] for row in rows]
+        worst = rows[ratios.index(max(ratios))]
+        where = f"{worst['H']} heads, {worst['size']}"
+        cells.append([title, str(len(rows)), f"{mean(ratios):.3f}", f"{max(ratios):.3f}", where])
+    titles = ["", "sizes", "time, geometric mean", "largest", "of"]
+    return [
+        *section("KDA with bits that do not depend on the batch", report, name),
+        "",
+        "Time with [`batch_invariant`](../reliability.md#the-same-bits-whatever-else-is-served)"
+        " over that of what the table chooses by the size of the call. Before they were taken,"
+        f" {report['equal']:,} of {report['requests']:,} random requests had the same bits alone"
+        " and among others.",
+        "",
+        *table(titles, cells),
+    ]
+
+
 _PEERS = {"fla": "FLA", "flashinfer": "FlashInfer", "sglang": "sglang", "vllm": "vLLM"}
 
 

@@ -196,6 +196,36 @@ VLLM_CAPTURE = Part(
     ),
 )
 
+VLLM_CUTS = Part(
+    "vllm",
+    "cuts of prompts that keep bits",
+    (
+        Seam("vllm.config.vllm:VllmConfig.try_verify_and_update_config", takes=""),
+        Seam("vllm.config.cache:CacheConfig", has="enable_prefix_caching"),
+        Seam(
+            "vllm.v1.core.sched.scheduler:Scheduler",
+            has="need_mamba_block_aligned_split vllm_config",
+        ),
+        Seam(
+            "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
+            takes="request num_new_tokens num_new_local_computed_tokens"
+            " num_external_computed_tokens",
+        ),
+        Seam(
+            "vllm.v1.core.sched.scheduler:Scheduler",
+            calls="_mamba_block_aligned_split: request num_new_tokens"
+            " num_new_local_computed_tokens? num_external_computed_tokens?",
+        ),
+        Seam("vllm.v1.request:Request", has="num_computed_tokens num_prompt_tokens num_tokens"),
+        Seam(
+            "vllm.config.scheduler:SchedulerConfig",
+            has="max_num_batched_tokens long_prefill_token_threshold",
+        ),
+        Seam("vllm.model_executor.layers.mamba.abstract:MambaBase.get_attn_backend", takes=""),
+        Seam("vllm.v1.attention.backend:AttentionBackend.supports_batch_invariance"),
+    ),
+)
+
 _LINEAR = "sglang.srt.layers.attention.linear"
 _KDA, _GRAPH = f"{_LINEAR}.kda_backend:KDAAttnBackend", f"{_LINEAR}.kda_prefill_graph"
 _DISPATCHER = f"{_LINEAR}.kda_backend:KDAKernelDispatcher"
@@ -338,6 +368,34 @@ SGLANG_GRAPHS = Part(
         ),
     ),
 )
+SGLANG_CUTS = Part(
+    "sglang",
+    "cuts of prompts that keep bits",
+    (
+        Seam("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook"),
+        *(
+            Seam(f"{_HOOK}:{name}")
+            for name in ("model_config_of", "resolving_view", "declare_resolution")
+        ),
+        Seam("sglang.srt.configs.model_config:uses_kda_attention"),
+        *(
+            Seam(f"sglang.srt.arg_groups.fields.{where}", has=fields)
+            for where, fields in (
+                ("exec_:ExecDeterministic", "enable_deterministic_inference"),
+                (
+                    "exec_:ExecMamba",
+                    "mamba_radix_cache_strategy mamba_track_interval enable_int8_mamba_checkpoint",
+                ),
+                ("memory:Memory", "disable_radix_cache"),
+                (
+                    "schedule:Schedule",
+                    "page_size chunked_prefill_size enable_mixed_chunk enable_dynamic_chunking"
+                    " schedule_policy",
+                ),
+            )
+        ),
+    ),
+)
 SGLANG_NGRAM = Part(
     "sglang",
     "n-gram drafts as chains",
@@ -367,5 +425,6 @@ SGLANG_MLA_BREAKS = Part(
 )
 SEAMS = (
     *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, K3_RECORDS, GLM, LING, *SIZING, VLLM_GRAPHS, VLLM_CAPTURE),
-    *(SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_RECORDS, SGLANG_GRAPHS, SGLANG_NGRAM, SGLANG_MLA_BREAKS),
+    *(VLLM_CUTS, SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_RECORDS, SGLANG_GRAPHS, SGLANG_CUTS),
+    *(SGLANG_NGRAM, SGLANG_MLA_BREAKS),
 )

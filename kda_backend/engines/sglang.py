@@ -29,12 +29,18 @@ def register() -> None:
         _present,
         _install,
         _reserve,
+        deterministic=True,
     )
-    registered = register_family("kda", [claim])
-    if registered and seams.difference(seam_list.SGLANG_GRAPHS) is None:
+    if not register_family("kda", [claim]):
+        return
+    if seams.difference(seam_list.SGLANG_GRAPHS) is None:
         from kda_backend.engines import sglang_prefill_graphs
 
         sglang_prefill_graphs.register()
+    if seams.difference(seam_list.SGLANG_CUTS) is None:
+        from kda_backend.engines import sglang_cuts
+
+        sglang_cuts.register()
 
 
 def _present(backend: Any, runner: Any) -> bool:

@@ -12,9 +12,9 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
 from backend_core.engines.log import chosen
-from backend_core.engines.sglang_flag import say
+from backend_core.engines.sglang_flag import is_deterministic, say
 from backend_core.strict import fallback
-from kda_backend.engines import sglang_records, sglang_verify
+from kda_backend.engines import sglang_cuts, sglang_records, sglang_verify
 from kda_backend.engines.sglang_kernel import (
     KdaKernel,
     conv_of,
@@ -44,7 +44,7 @@ def reserve(runner: Any) -> None:
     """Take the scratch memory of a model's KDA layers before sglang sizes its pools."""
     layers = _kda_layers(runner)
     device = torch.device(runner.device)
-    selection = _selection(layers, [], device, runner.dtype) if layers else None
+    selection = _selection(runner, layers, [], device) if layers else None
     if selection is None:
         return
     begin_to_compile(selection, _variants(selection, state_dtype_of(runner)))
@@ -85,7 +85,7 @@ def install(backend: Any, runner: Any) -> Sequence[str]:
     device = torch.device(runner.device)
     pools = backend.req_to_token_pool
     states = [pools.mamba2_layer_cache(layer.layer_id).temporal for layer in layers]
-    selection = _selection(layers, states, device, runner.dtype)
+    selection = _selection(runner, layers, states, device)
     if selection is None:
         return ()
     gain = gain_of_16_bits(runner)
@@ -311,12 +311,18 @@ def describe(
 
 
 def _selection(
-    layers: list[Any], states: list[torch.Tensor], device: torch.device, dtype: torch.dtype
+    runner: Any, layers: list[Any], states: list[torch.Tensor], device: torch.device
 ) -> KdaSelection | None:
     """The paths of a model's KDA layers; ``None``, and a report, where there are none.
 
     ``states``: the pool of each layer; before there are any they are taken to be aligned.
     """
+    dtype, invariant = runner.dtype, is_deterministic(runner.server_args)
+    if invariant:
+        reason = sglang_cuts.refusal(runner.server_args, state_dtype_of(runner))
+        if reason is not None:
+            fallback(f"--enable-deterministic-inference is on, and {reason}")
+            return None
     tensors = (*states, *(layer.conv_weights for layer in layers))
     aligned = all(x.data_ptr() % 16 == 0 for x in tensors) and all(
         pool.stride(0) * pool.element_size() % 16 == 0 for pool in states
@@ -332,6 +338,7 @@ def _selection(
             dtype,
             aligned,
             deterministic_prefix(),
+            invariant,
         )
         for layer in layers
     }

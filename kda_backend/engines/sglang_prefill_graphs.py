@@ -26,7 +26,7 @@ from typing import Any
 from sglang.srt.utils.common import is_cuda
 
 from backend_core.engines import seams
-from backend_core.engines.sglang_flag import is_requested, say
+from backend_core.engines.sglang_flag import is_deterministic, is_requested, say
 from kda_backend.engines.prefill_graphs import most_tokens, sizes
 from kda_backend.engines.seam_list import SGLANG_MLA_BREAKS
 
@@ -83,6 +83,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     if hook.resolving_view(server_args).enable_memory_saver:
         return  # breakable graphs refuse it as the server starts
+    if is_deterministic(server_args):
+        return  # a captured MLA layer takes another form, by the size of the step
     resolved: dict[str, Any] = {}
     if not {(phase, "max_bs"), (phase, "bs")} & locked:
         buckets = _buckets(server_args, hook.model_config_of(server_args).hf_text_config)

@@ -6,8 +6,8 @@ The flag is `backend_core.engines.vllm_flag`'s, which leaves the softmax layers 
 to another family. vLLM builds a KDA layer as the class that is registered in place of its own by
 name, once a model has imported the module that defines it: `vllm_layer` and one small file for each
 model's layer. Without the flag that class turns into upstream's as it is built. The flag also has
-vLLM capture longer prefill steps (`vllm_graphs`), and states of the dtype that the user asks for
-(`vllm_states`).
+vLLM capture longer prefill steps (`vllm_graphs`), keep states of the dtype that the user asks for
+(`vllm_states`), and cut prompts where bits stay the same, if the user asks for that (`vllm_cuts`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backend_core.engines.after_import import after_import
 from backend_core.engines.seams import Part
 from backend_core.engines.vllm_flag import VllmLayerClaim
 from backend_core.strict import fallback
-from kda_backend.engines import seam_list, vllm_graphs
+from kda_backend.engines import seam_list, vllm_cuts, vllm_graphs
 
 FAMILY = "kda"
 LAYER = "KimiGatedDeltaNetAttention"
@@ -75,6 +75,8 @@ def register() -> None:
     after_import("vllm.config.vllm", vllm_graphs.install)
     after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.leave_decodes)
     after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.capture_layers)
+    after_import("vllm.config.vllm", vllm_cuts.leave_prefixes)
+    after_import("vllm.v1.core.sched.scheduler", vllm_cuts.cut_prompts)
     for part in seam_list.SIZING:
         module, _, model = part.seams[-1].place.partition(":")
         act = functools.partial(_honour_state_dtype, model.partition(".")[0], part)

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from backend_core.engines import seams
-from backend_core.engines.vllm_flag import requested, say
+from backend_core.engines.vllm_flag import batch_invariant, requested, say
 from kda_backend.engines.prefill_graphs import most_tokens, sizes
 from kda_backend.engines.seam_list import VLLM_CAPTURE, VLLM_GRAPHS
 from kda_backend.family import model_refusal
@@ -89,6 +89,7 @@ def capture_layers(runner_module: ModuleType) -> None:
         if (
             self.breakable_cg_runner is None
             and key_fn is None
+            and not batch_invariant()  # on tables a decode is a prefill of one token
             and refusal(self.vllm_config) is None
             and seams.refusal(VLLM_CAPTURE) is None
         ):

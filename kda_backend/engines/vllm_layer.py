@@ -20,6 +20,7 @@ from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, req
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend.contract.tensors import STATES
+from kda_backend.engines import vllm_cuts
 from kda_backend.engines.seam_list import K3_RECORDS
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
 from kda_backend.engines.vllm_run import Runtime, pools_of, run_segment, run_step
@@ -61,6 +62,7 @@ def runtime_of(
     shape = KdaShape(
         *(heads, heads, dim, dim, lower_bound is not None, dtype, dtype),
         deterministic_prefix=deterministic_prefix(),
+        batch_invariant=batch_invariant(),
     )
     refusal = refusal or seams.refusal(part) or _refusal(vllm_config, module, lower_bound)
     speculative = vllm_config.speculative_config
@@ -82,8 +84,8 @@ def runtime_of(
 
 
 def _refusal(vllm_config: VllmConfig, module: Any, lower_bound: float | None) -> str | None:
-    if batch_invariant():
-        return "VLLM_BATCH_INVARIANT is set, and the paths of this backend change with the batch"
+    if batch_invariant() and (reason := _refusal_of_bits(vllm_config, module)) is not None:
+        return f"VLLM_BATCH_INVARIANT is set, and {reason}"
     if (records := _refusal_of_records(vllm_config, module)) is not None:
         return records
     state_dtype = module.get_state_dtype()[1]
@@ -101,6 +103,15 @@ def _refusal(vllm_config: VllmConfig, module: Any, lower_bound: float | None) ->
         if chosen not in ("auto", "triton"):
             return f"{option} asks for the kernels of {chosen}"
     return None
+
+
+def _refusal_of_bits(vllm_config: VllmConfig, module: Any) -> str | None:
+    if (state := module.get_state_dtype()[1]) != torch.float32:
+        return (
+            f"states in {str(state).removeprefix('torch.')} are rounded wherever a step ends, which"
+            " depends on other requests: --mamba-ssm-cache-dtype float32 keeps them"
+        )
+    return vllm_cuts.refusal(vllm_config)
 
 
 def _refusal_of_records(vllm_config: VllmConfig, module: Any) -> str | None:

@@ -15,7 +15,9 @@ import functools
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
+from backend_core.engines.vllm_flag import batch_invariant
 from backend_core.launch.streams import is_capturing
 from kda_backend.spec import CHUNK
 
@@ -47,9 +49,15 @@ class ExportsCheckpoints:
 class KeepsLengths:
     """Stands before the engine's class among the bases of a layer of ours."""
 
+    mamba_type: Any
+
     def get_attn_backend(self) -> Any:
         """Upstream's backend, whose builder leaves the lengths with the metadata."""
-        return _keeping_lengths(super().get_attn_backend())  # type: ignore[misc]
+        upstream: Any = super().get_attn_backend  # type: ignore[misc]
+        if batch_invariant() and upstream.__func__ is MambaBase.get_attn_backend:
+            # which raises: no backend of upstream's says that it is
+            return _keeping_lengths(self.mamba_type.get_class())
+        return _keeping_lengths(upstream())
 
 
 @functools.cache
@@ -84,6 +92,11 @@ def _keeping_lengths(backend: Any) -> Any:
         @staticmethod
         def get_builder_cls() -> Any:
             return Builder
+
+        @classmethod
+        def supports_batch_invariance(cls) -> bool:
+            """A layer that is not becomes upstream's as it is built (`vllm_layer`)."""
+            return True
 
     Backend.__qualname__ = f"KeepsLengths{backend.__name__}"
     return Backend

@@ -109,7 +109,9 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> V
     if begin:
         given = m.non_spec_state_indices_tensor[:begin]
         indices = given.contiguous()
-        if m.has_initial_state is None:
+        # the bits of a decode may not depend on prefills beside it; with them it would run on the
+        # recurrent kernel, which can start a sequence: releases since 0.32 have no decode that does
+        if m.has_initial_state is None or selection.shape.batch_invariant:
             copied = not given.is_contiguous()
             decode = Segment(0, begin, indices, None, None, copied=copied)
         else:

@@ -35,6 +35,7 @@ def path_of(
 
 
 def convolves(
+    selection: KdaSelection,
     path: KernelPath,
     tokens: TokenInputs,
     gate: GateSpec,
@@ -45,12 +46,15 @@ def convolves(
     """Whether the step's path makes the short convolution of q and k itself, by a kernel which is
     compiled at the model's first step of any kind.
 
+    It rounds otherwise than a launch of its own, so where bits may not depend on the size of the
+    call there is that launch in each.
+
     Args:
         tokens: q and k from before the convolution.
         conv: of all channels.
     """
     params = getattr(path.params, "cost_model", path.params)
-    if not getattr(params, "fused_conv_tiles", 0):
+    if selection.shape.keeps_prefixes or not getattr(params, "fused_conv_tiles", 0):
         return False
     variant = variant_of(tokens, gate, step_plan, state, None)
     conv_sm90.load_kernels(tokens.q.device, variant, conv.weight.dtype)

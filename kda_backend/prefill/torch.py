@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,33 +21,63 @@ if TYPE_CHECKING:
 
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
-    return prefill
+    return functools.partial(prefill, at_once=CHUNK) if spec.batch_invariant else prefill
 
 
 @without_autocast
-def prefill(call: PrefillCall) -> None:
-    """The chunked form of the definition."""
+def prefill(call: PrefillCall, *, at_once: int | None = None) -> None:
+    """The chunked form of the definition.
+
+    Args:
+        at_once: tokens that are computed by themselves; ``None`` for all of a call. torch rounds by
+            the shape of a tensor and by an element's place in it.
+    """
     tokens, gate, step_plan, state, out, chunk_states, *_ = call
-    q, k, v, decay, beta = activated(tokens, gate)
     offsets = step_plan.cu_seqlens_cpu
     assert offsets is not None  # the CPU's plan always has them
-    before = read_states(state, step_plan.num_sequences, v, k)
-    o, after, chunk = reference.chunk_kda(
-        q,
-        k,
-        v,
-        decay,
-        beta,
-        scale=tokens.scale,
-        state=before,
-        cu_seqlens=list(offsets),
-    )
+    before = read_states(state, step_plan.num_sequences, tokens)
+    if at_once is None:
+        o, after, chunk = reference.chunk_kda(
+            *activated(tokens, gate), scale=tokens.scale, state=before, cu_seqlens=list(offsets)
+        )
+    else:
+        o, after, chunk = in_parts(reference.chunk_kda, at_once, tokens, gate, before, offsets)
     if state.snapshots is not None and state.snapshot_chunks is not None:
         _write_snapshots(state, offsets, chunk, after)
     if chunk_states is not None:
         chunk_states.copy_(chunk if state.v_first else chunk.mT)
     write_states(state, after)
     out.copy_(o.view(out.shape))
+
+
+def in_parts(
+    definition: Callable[..., tuple[torch.Tensor, ...]],
+    at_once: int,
+    tokens: TokenInputs,
+    gate: GateSpec,
+    before: torch.Tensor,
+    offsets: Sequence[int],
+) -> tuple[torch.Tensor, ...]:
+    """Output, states after the sequences and states before the parts of ``at_once`` tokens, each of
+    which ``definition`` computes as a sequence."""
+    rows = [x.flatten(0, 1)[None] for x in tokens[:5]]
+    outputs, after, starts = [rows[2][0, :0].float()], [before[:0]], [before[:0]]
+    for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        state = before[n : n + 1]
+        for first in range(begin, end, at_once):
+            last = min(first + at_once, end)
+            q, k, v, g, beta = (x[:, first:last] for x in rows)
+            part = TokenInputs(q, k, v, g, beta, *tokens[5:])
+            starts.append(state)
+            o, state, *_ = definition(
+                *activated(part, gate),
+                scale=tokens.scale,
+                state=state.contiguous(),
+                cu_seqlens=[0, last - first],
+            )
+            outputs.append(o)
+        after.append(state)
+    return torch.cat(outputs), torch.cat(after), torch.cat(starts)
 
 
 def activated(tokens: TokenInputs, gate: GateSpec) -> tuple[torch.Tensor, ...]:
@@ -71,12 +103,11 @@ def step_size(beta: torch.Tensor, kind: Beta) -> torch.Tensor:
     return beta.sigmoid() * (2.0 if kind == Beta.TWICE_SIGMOID else 1.0)
 
 
-def read_states(
-    state: StateRef, num_sequences: int, v: torch.Tensor, k: torch.Tensor
-) -> torch.Tensor:
+def read_states(state: StateRef, num_sequences: int, tokens: TokenInputs) -> torch.Tensor:
     """The states [N, HV, V, K] in fp32."""
     if state.read is None:
-        return v.new_zeros(num_sequences, v.shape[1], v.shape[2], k.shape[2])
+        shape = (num_sequences, *tokens.v.shape[2:], tokens.k.shape[3])
+        return tokens.v.new_zeros(shape, dtype=torch.float32)
     rows = state.read if state.v_first else state.read.mT
     if state.indices is None:
         return rows.float()

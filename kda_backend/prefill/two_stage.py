@@ -38,14 +38,16 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
-    return functools.partial(two_stage, row)
+    return functools.partial(two_stage, row, spec.batch_invariant)
 
 
-def two_stage(
-    path: KernelPath,
-    call: PrefillCall,
-) -> None:
-    """One kernel over all chunks at once, then a scan over chunks, split over value rows."""
+def two_stage(path: KernelPath, batch_invariant: bool, call: PrefillCall) -> None:
+    """One kernel over all chunks at once, then a scan over chunks, split over value rows.
+
+    Args:
+        batch_invariant: the split is that of a single sequence. The compiler makes the products of
+            each split of other instructions, which may add in another order.
+    """
     tokens, gate, step_plan, state, out, chunk_states, scratch, *_ = call
     q, k, v, g, beta = tokens[:5]
     value_heads, value_dim = v.shape[2:]
@@ -81,7 +83,8 @@ def two_stage(
         HV=value_heads,
     )
     num_tasks = value_heads * step_plan.num_sequences
-    block_v = kernels.value_rows(num_tasks, detect_target(q.device).num_sms)
+    at_once = value_heads if batch_invariant else num_tasks
+    block_v = kernels.value_rows(at_once, detect_target(q.device).num_sms)
     kernels.scans[block_v].launch(
         (-(-value_dim // block_v) * num_tasks, 1, 1),
         tile_ptr=tiles,

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.engines import serve_work
 from docs import performance
-from docs.performance_parts import engines, page
+from docs.performance_parts import engines, kda, page
 
 GENERATORS = [
     *Path(performance.__file__).parent.glob("*.py"),
@@ -102,3 +102,23 @@ def test_a_cut_models_file_has_a_section_once_it_is_there(
     assert "upstream and flag, resumed 16 of 16 the same" in text
     assert "`two_stage_sm90`: 2 captured sizes of up to 512, 1 eager sizes of up to 8,192" in text
     assert "80 of 90 prefill steps" in text and "70 of them" in text
+
+
+def test_the_price_of_same_bits_is_shown_once_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (kda, page):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    assert kda.same_bits() == []
+    kinds = ("decode", "prefill", "layer")
+    rows = [
+        {"what": what, "H": 4, "size": size, "free_us": 10.0, "invariant_us": 10.0 + n}
+        for n, (what, size) in enumerate((what, size) for what in kinds for size in ("a", "b"))
+    ]
+    report = dict.fromkeys(("torch", "triton", "gpu", "date"), "x")
+    (tmp_path / "kda_same_bits_h200.json").write_text(
+        json.dumps({**report, "requests": 12000, "equal": 12000, "rows": rows})
+    )
+    lines = kda.same_bits()
+    assert "| prefill | 2 | 1.249 | 1.300 | 4 heads, b |" in lines
+    assert any("12,000 of 12,000 random requests" in line for line in lines)

@@ -14,7 +14,7 @@ from backend_core.target import KNOWN_TARGETS
 from kda_backend.decode_step import fused_sm90 as pipeline
 from kda_backend.launch_params import TABLES
 from kda_backend.testing.steps import StepPools, make_step
-from tests.kda.cases import Backend, run_step
+from tests.kda.cases import Backend, assert_same_bits, run_step
 from tests.kda.test_decode_step import assert_rows
 from tools.cuda_on_host.driver import GXX, HostKernel, run_launches
 from tools.cuda_on_host.planted import plant
@@ -126,6 +126,27 @@ def test_rows_of_the_table_on_the_host(
 ) -> None:
     """In each shape that the table chooses."""
     check_step(monkeypatch, seed, row, call)
+
+
+def bits_of(row: Any, seed: int, cpu: Backend) -> tuple[torch.Tensor, ...]:
+    model: dict[str, Any] = {"key_dim": 128, "value_dim": 128, "dtype": torch.float32}
+    case = make_step(seed, 1, device=cpu.device, **model)
+    pools = StepPools(case, 1, dtype=torch.float32)
+    pools.fill(seed + 1, [0])
+    selection = cpu.selection(case.shape).with_path(dataclasses.replace(row, max_grid=None))
+    return run_step(cpu, case, pools, [0], selection=selection), pools.states, pools.windows
+
+
+def test_bits_are_those_of_every_shape(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The number of rows in a step chooses the shape, and must not choose a row's bits."""
+    cpu = use_host(monkeypatch, seed)
+    first, *others = ROWS.values()
+    want = bits_of(first, seed, cpu)
+    for row in others:
+        for what, got, same in zip(
+            ("out", "state", "window"), bits_of(row, seed, cpu), want, strict=True
+        ):
+            assert_same_bits(f"{what} of {row.params}", got, same)
 
 
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])

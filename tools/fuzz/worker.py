@@ -12,11 +12,11 @@ import torch
 
 from backend_cli.worker import serve_answers
 from backend_core.target import Target, detect_target
-from tools.fuzz import block_sparse, dsv4, kda, kda_records, kda_steps, mla
+from tools.fuzz import block_sparse, dsv4, kda, kda_records, kda_same_bits, kda_steps, mla
 from tools.fuzz.batches import FuzzCase, run_batch
 
 CASES: Mapping[str, Mapping[str, FuzzCase]] = {
-    "kda": {**kda.CASES, **kda_steps.CASES, **kda_records.CASES},
+    "kda": {**kda.CASES, **kda_steps.CASES, **kda_records.CASES, **kda_same_bits.CASES},
     "dsv4": dsv4.CASES,
     "mla": mla.CASES,
     "block_sparse": block_sparse.CASES,

@@ -14,7 +14,7 @@
 //                      cluster_arrive                                have read the window
 //                      chunk by chunk: o and the new state of each   (update_rows)
 //                      row; the state is stored
-//                      sum of o^2 of the warp                        (normalise)
+//                      sum of o^2 of the warp                        (sum_of_squares)
 //                      cluster_wait; the sum to all CTAs      ->   norm_ready
 //                      shift the convolution's window
 //                      o / rms, times the gate, is stored
@@ -22,6 +22,10 @@
 // Eight lanes share a row, 16 channels each, so a warp has four rows at a time and the products
 // with the state (S k and S q in one pass: o = S_old q + (k q) delta) take three shuffles. What
 // concerns a row alone (v, norm, output) is done by one of its lanes.
+//
+// SPLIT and WARPS do not change the bits of a row: its sums are over eight lanes, and the norm's is a
+// binary tree over the head's rows by fours (sum_of_squares, sum_of_warps). Multiplications that are
+// added to are written as fmaf, since the compiler joins others by how far apart they stand.
 //
 // Compile-time: SPLIT, WARPS, MIN_BLOCKS per SM, LOAD_HINT and STORE_HINT (CacheHint), GATE, BETA,
 // L2NORM, HAS_CONV, HAS_BIAS, HAS_NORM, DT_STATE (state_type.cuh), DT_* (decode_channels.cuh).
@@ -32,7 +36,7 @@
 static constexpr bool NEEDS_CLUSTER_SYNC = SPLIT > 1 && (HAS_CONV || HAS_NORM);
 
 __device__ __forceinline__ float dot(float4 a, float4 b) {
-    return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, a.x * b.x)));
 }
 // Sum over the eight lanes that share a row.
 __device__ __forceinline__ float sum_of_row(float x) {
@@ -67,16 +71,16 @@ struct RowVectors {
     }
 };
 
-// Of the thread's own row, and the sum of the squares of all rows of the lane.
-struct Output {
-    float value, square;
-};
+// Fours of a warp's rows.
+static constexpr int FOURS = WARP_ROWS / 4;
+
 // The new state and the output of a warp's rows; ``value`` is v of the thread's row, ``own`` the
-// lane's first State4 in memory.
-__device__ __forceinline__ Output update_rows(Shared& s, const Place& at,
-                                              WarpState<DIRECT>& state, State4* own,
-                                              const RowVectors& x, float beta, float value) {
-    Output out = {0.0f, 0.0f};
+// lane's first State4 in memory. Returns the output of row lane / 8 of four column % FOURS: the
+// thread's own, if it has one.
+__device__ __forceinline__ float update_rows(Shared& s, const Place& at, WarpState<DIRECT>& state,
+                                             State4* own, const RowVectors& x, float beta,
+                                             float value) {
+    float out = 0.0f;
     const u64 keep = create_policy<STORE_HINT>();
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; ++c) {
@@ -100,50 +104,67 @@ __device__ __forceinline__ Output update_rows(Shared& s, const Place& at,
         for (int i = 0; i < STEPS; ++i) {
             const int fours = c * STEPS + i;  // rows before, by fours
             const float v_i = __shfl_sync(0xffffffffu, value, (at.lane & 24) + fours);
-            const float delta = beta * (v_i - x.r_k * sum_of_row(sk[i]));
+            const float delta = beta * fmaf(-x.r_k, sum_of_row(sk[i]), v_i);
             const float step = x.r_k * delta;
-            const float o = x.r_q * (sum_of_row(sq[i]) + step * x.qk);
+            const float o = x.r_q * fmaf(step, x.qk, sum_of_row(sq[i]));
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 float4 y = b_state[i][j];
-                y = make_float4(y.x + step * x.k[j].x, y.y + step * x.k[j].y,
-                                y.z + step * x.k[j].z, y.w + step * x.k[j].w);
+                y = make_float4(fmaf(step, x.k[j].x, y.x), fmaf(step, x.k[j].y, y.y),
+                                fmaf(step, x.k[j].z, y.z), fmaf(step, x.k[j].w, y.w));
                 store4(own + 4 * fours * ROW4 + 8 * j, y, keep);
             }
-            out.value = at.column == fours ? o : out.value;
-            out.square += o * o;
+            out = at.column % FOURS == fours ? o : out;
         }
     }
     return out;
 }
 
+// The norm's sum over a warp's rows, in every lane: the rows of each four, then pairs of fours,
+// pairs of these and so on.
+__device__ __forceinline__ float sum_of_squares(float out) {
+    float sum = fmaf(out, out, 0.0f);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 8);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+#pragma unroll
+    for (int lane = 1; lane < FOURS; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    return sum;
+}
+// The same tree's upper part: over the warps of all CTAs.
+__device__ __forceinline__ float sum_of_warps(const float (&squares)[SPLIT][WARPS]) {
+    float sums[SPLIT * WARPS / 4];
+#pragma unroll
+    for (int i = 0; i < SPLIT * WARPS / 4; ++i) {
+        const float4 x = reinterpret_cast<const float4*>(squares)[i];
+        sums[i] = (x.x + x.y) + (x.z + x.w);
+    }
+#pragma unroll
+    for (int n = SPLIT * WARPS / 8; n > 0; n /= 2)
+#pragma unroll
+        for (int i = 0; i < n; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+    return sums[0];
+}
+
 // After the rows: the CTAs of the head meet, the window is shifted, the output normalised.
 __device__ __forceinline__ float normalise(const Params& p, Shared& s, const Place& at,
-                                           const Inputs& x, i64 slot, Output out) {
+                                           const Inputs& x, i64 slot, float out) {
+    float square = 0.0f;
     if (HAS_NORM) {
-        out.square += __shfl_xor_sync(0xffffffffu, out.square, 8);
-        out.square += __shfl_xor_sync(0xffffffffu, out.square, 16);
-        out.value *= to_float<DT_NORM>(x.norm_weight) * sigmoid(to_float<DT_Z>(x.norm_gate));
+        square = sum_of_squares(out);
+        out *= to_float<DT_NORM>(x.norm_weight) * sigmoid(to_float<DT_Z>(x.norm_gate));
     }
     if (NEEDS_CLUSTER_SYNC) cluster_wait();
     if (HAS_NORM && SPLIT > 1 && at.lane < SPLIT)
-        store_shared_remote(out.square, &s.squares[at.rank][at.warp], s.norm_ready, at.lane);
+        store_shared_remote(square, &s.squares[at.rank][at.warp], s.norm_ready, at.lane);
     if (HAS_CONV && SPLIT > 1) x.shift_windows(p, at, slot);
-    if (!HAS_NORM) return out.value;
+    if (!HAS_NORM) return out;
     if (SPLIT > 1) {
         s.norm_ready.wait(0);
     } else {
-        if (at.lane == 0) s.squares[0][at.warp] = out.square;
+        if (at.lane == 0) s.squares[0][at.warp] = square;
         __syncthreads();
     }
-    float4 sum = {};
-#pragma unroll
-    for (int i = 0; i < SPLIT * WARPS / 4; ++i) {
-        const float4 y = reinterpret_cast<const float4*>(s.squares)[i];
-        sum = make_float4(sum.x + y.x, sum.y + y.y, sum.z + y.z, sum.w + y.w);
-    }
-    const float square = (sum.x + sum.y) + (sum.z + sum.w);
-    return out.value * rsqrtf(square * (1.0f / D) + p.eps);
+    return out * rsqrtf(sum_of_warps(s.squares) * (1.0f / D) + p.eps);
 }
 
 #if SPLIT > 1
@@ -198,7 +219,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const RowVectors vectors(p, s, at.column);
     const float beta = activate_beta<BETA>(to_float<DT_BETA>(inputs.beta));
-    const Output rows = update_rows(s, at, state, own, vectors, beta, value);
+    const float rows = update_rows(s, at, state, own, vectors, beta, value);
     const float output = normalise(p, s, at, inputs, slot, rows);
     if (at.has_row) store<DT_X>(p.out.ptr, out_at, output);
 }

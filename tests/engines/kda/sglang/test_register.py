@@ -151,23 +151,6 @@ def test_another_scale_is_refused() -> None:
         )  # fmt: skip
 
 
-def test_deterministic_inference_is_upstreams(
-    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Paths change with the size of the batch, and so does what they round."""
-    assert not server_args("--attention-backend", "kda").enable_deterministic_inference
-    arguments = SimpleNamespace(_kda_dsv4_requested="kda", enable_deterministic_inference=True)
-    runner = SimpleNamespace(server_args=arguments)
-    built, full = object(), object()
-    assert build_backend(
-        lambda *given: built if given == (runner, full) else None, runner, full
-    ) is (built)
-    assert any("--enable-deterministic-inference is on" in line for line in log_lines)
-    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-    with pytest.raises(FallbackError, match="--enable-deterministic-inference is on"):
-        build_backend(lambda *given: built, runner, full)
-
-
 def test_layers_of_another_release_stay_upstreams_and_it_is_said_before_weights_load(
     log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

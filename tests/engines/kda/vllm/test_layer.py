@@ -211,7 +211,7 @@ def test_a_padded_draft_of_a_cuda_graph_touches_nothing(drafting: Any) -> None:
 REFUSALS = {
     "a part without a table": "no kda kernel paths for sm75",
     "another convolution": "the short convolution must have 4 taps, got 3",
-    "batch invariance": "VLLM_BATCH_INVARIANT is set",
+    "batch invariance": "VLLM_BATCH_INVARIANT is set, and the prefix cache keeps states",
     "wide heads": "KDA heads must have at most 128 channels, got 192",
 }
 
@@ -223,6 +223,7 @@ def refuse(case: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vllm_layer, "detect_target", lambda device: old)
     elif case == "batch invariance":
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        config.cache_config.enable_prefix_caching = True
     elif case == "another convolution":
         config.model_config.hf_config.linear_attn_config["short_conv_kernel_size"] = 3
     else:

@@ -54,7 +54,7 @@ def test_a_layer_that_becomes_upstreams_cannot_keep_16_bits(
     monkeypatch: pytest.MonkeyPatch, model: Model
 ) -> None:
     """Its pages are too small for fp32, or it refuses fp16: the server ends with the reason."""
-    monkeypatch.setattr(vllm_layer, "batch_invariant", lambda: True)
+    monkeypatch.setattr(vllm_layer, "_refusal", lambda *_: "planted")
     with pytest.raises(ValueError, match=r"asks for states in torch\.float16, and vLLM's own"):
         build(model, config_of("float16"))
     assert type(build(model, config_of("float32"))) is model.upstream()

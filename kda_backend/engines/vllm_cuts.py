@@ -1,0 +1,124 @@
+"""vLLM: where prompts are cut under ``VLLM_BATCH_INVARIANT=1``, and what is not cached there.
+
+A step takes as many tokens of a prompt as the other requests of the step leave it. The bits of a
+KDA layer stay the same if every cut lies at a multiple of 64 tokens (docs/reliability.md), so
+vLLM's scheduler cuts there, as it does at blocks for its prefix cache. That cache is off: it also
+keeps states that decodes have left, and vLLM has no option against that.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from backend_core.engines import seams
+from backend_core.engines.vllm_flag import batch_invariant, requested, say
+from kda_backend.engines.seam_list import VLLM_CUTS
+from kda_backend.family import model_refusal
+from kda_backend.spec import CHUNK
+
+_INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
+LEAST = 2 * CHUNK
+"""Tokens that a step must be able to take of a prompt: the last cut leaves two tokens or more."""
+
+
+def leave_prefixes(module: ModuleType) -> None:
+    """Let ``VllmConfig`` of vLLM's module ``vllm.config.vllm`` turn its prefix cache off before it
+    decides what follows from it; a second call changes nothing."""
+    if seams.difference(VLLM_CUTS) is not None:
+        return
+    upstream = module.VllmConfig.try_verify_and_update_config
+    if hasattr(upstream, _INSTALLED):
+        return
+
+    @functools.wraps(upstream)
+    def verify_and_update(self: Any) -> None:
+        if wanted(self) and self.cache_config.enable_prefix_caching:
+            self.cache_config.enable_prefix_caching = False
+            say(
+                "VLLM_BATCH_INVARIANT is set, so the prefix cache is off: of KDA layers it also"
+                " keeps states that decodes have left, whose bits are not those of a prefill"
+            )
+        upstream(self)
+
+    setattr(verify_and_update, _INSTALLED, True)
+    module.VllmConfig.try_verify_and_update_config = verify_and_update
+
+
+def cut_prompts(module: ModuleType) -> None:
+    """Let ``Scheduler`` of vLLM's module ``vllm.v1.core.sched.scheduler`` cut prompts at multiples
+    of 64 tokens; a second call changes nothing."""
+    if seams.difference(VLLM_CUTS) is not None:
+        return
+    upstream = module.Scheduler.__init__
+    if hasattr(upstream, _INSTALLED):
+        return
+
+    @functools.wraps(upstream)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        upstream(self, *args, **options)
+        if wanted(self.vllm_config) and refusal(self.vllm_config) is None:
+            self.need_mamba_block_aligned_split = True
+            self._mamba_block_aligned_split = tokens_to_cut
+            say(f"prompts are cut at multiples of {CHUNK} tokens (VLLM_BATCH_INVARIANT)")
+
+    setattr(init, _INSTALLED, True)
+    module.Scheduler.__init__ = init
+
+
+def wanted(vllm_config: Any) -> bool:
+    """Whether a model with KDA layers is served under the flag and the variable."""
+    if requested(vllm_config) is None or not batch_invariant():
+        return False
+    model = vllm_config.model_config
+    if model is None:
+        return False
+    return not (
+        model_refusal(model.hf_config.to_dict()) and model_refusal(model.hf_text_config.to_dict())
+    )
+
+
+def tokens_to_cut(
+    request: Any,
+    num_new_tokens: int,
+    num_new_local_computed_tokens: int = 0,
+    num_external_computed_tokens: int = 0,
+) -> int:
+    """In the place of upstream's ``Scheduler._mamba_block_aligned_split``: the tokens of a request
+    in this step, of the ``num_new_tokens`` that there is room for; 0 lets it wait.
+
+    A last token by itself would run on the kernel of decodes, so that it is never cut off.
+    """
+    begin = request.num_computed_tokens + num_new_local_computed_tokens
+    begin += num_external_computed_tokens
+    # as upstream: a request that was preempted runs what it has answered as a prompt
+    last = max(request.num_prompt_tokens, request.num_tokens - 1)
+    end = begin + num_new_tokens
+    if begin >= last or end >= last:
+        return num_new_tokens
+    end -= end % CHUNK
+    if last - end == 1:
+        end -= CHUNK
+    return int(max(0, end - begin))
+
+
+def refusal(vllm_config: Any) -> str | None:
+    """Why the bits of a request would depend on others in such a server; the end of a sentence."""
+    if (reason := seams.refusal(VLLM_CUTS)) is not None:
+        return reason
+    scheduler = vllm_config.scheduler_config
+    if vllm_config.speculative_config is not None:
+        return "whether a token runs as a decode or as a prefill depends on the drafts of others"
+    if vllm_config.cache_config.enable_prefix_caching:
+        return "the prefix cache keeps states that decodes have left"
+    if vllm_config.kv_transfer_config is not None:
+        return "a KV connector hands over states wherever another server has cut"
+    room = scheduler.max_num_batched_tokens
+    room = min(room, scheduler.long_prefill_token_threshold or room)
+    if room < LEAST:
+        return (
+            f"a step must have room for {LEAST} tokens of a prompt, got {room}"
+            " (--max-num-batched-tokens, --long-prefill-token-threshold)"
+        )
+    return None
