@@ -202,6 +202,7 @@ VLLM_CUTS = Part(
     (
         Seam("vllm.config.vllm:VllmConfig.try_verify_and_update_config", takes=""),
         Seam("vllm.config.cache:CacheConfig", has="enable_prefix_caching"),
+        Seam("vllm.config.model:ModelConfig", has="is_hybrid"),
         Seam(
             "vllm.v1.core.sched.scheduler:Scheduler",
             has="need_mamba_block_aligned_split vllm_config",

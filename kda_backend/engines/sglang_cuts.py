@@ -83,11 +83,10 @@ def refusal(server_args: Any, state_dtype: torch.dtype) -> str | None:
         if value is not None and value > 0 and value % CHUNK:
             flag = name.replace("_", "-")
             return f"--{flag} must be a multiple of {CHUNK}, where prompts may be cut, got {value}"
-    if found.enable_dynamic_chunking or found.schedule_policy == ("shortest-prefill-first"):
+    if found.enable_dynamic_chunking or found.schedule_policy == "shortest-prefill-first":
         return "dynamic chunks and --schedule-policy shortest-prefill-first cut prompts anywhere"
     if not found.disable_radix_cache and not (
-        _keeps_states_of_prefills(server_args)
-        and found.mamba_track_interval >= NO_STATE_OF_A_DECODE
+        _keeps_states_of_prefills(found) and found.mamba_track_interval >= NO_STATE_OF_A_DECODE
     ):
         return "the prefix cache keeps states that decodes have left"
     return None

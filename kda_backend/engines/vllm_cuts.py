@@ -15,7 +15,6 @@ from typing import Any
 from backend_core.engines import seams
 from backend_core.engines.vllm_flag import batch_invariant, requested, say
 from kda_backend.engines.seam_list import VLLM_CUTS
-from kda_backend.family import model_refusal
 from kda_backend.spec import CHUNK
 
 _INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
@@ -68,15 +67,11 @@ def cut_prompts(module: ModuleType) -> None:
 
 
 def wanted(vllm_config: Any) -> bool:
-    """Whether a model with KDA layers is served under the flag and the variable."""
+    """Whether a model with recurrent states is served under the flag and the variable. That these
+    are KDA's not every configuration says (AliceAI's), and others vLLM refuses there."""
     if requested(vllm_config) is None or not batch_invariant():
         return False
-    model = vllm_config.model_config
-    if model is None:
-        return False
-    return not (
-        model_refusal(model.hf_config.to_dict()) and model_refusal(model.hf_text_config.to_dict())
-    )
+    return vllm_config.model_config is not None and bool(vllm_config.model_config.is_hybrid)
 
 
 def tokens_to_cut(

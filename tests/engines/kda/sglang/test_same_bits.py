@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt import server_args as arguments
 from sglang.srt.arg_groups.cuda_graph_hook import resolving_view
 
@@ -77,6 +78,10 @@ def test_prefixes_resume_from_states_of_prefills_or_are_not_cached(
     asked = server_args(*FLAG)
     view = SimpleNamespace(
         page_size=None,
+        chunked_prefill_size=2048,
+        enable_mixed_chunk=False,
+        enable_dynamic_chunking=False,
+        schedule_policy="fcfs",
         disable_radix_cache=False,
         mamba_radix_cache_strategy="extra_buffer",
         enable_int8_mamba_checkpoint=False,
@@ -86,7 +91,12 @@ def test_prefixes_resume_from_states_of_prefills_or_are_not_cached(
     monkeypatch.setattr(f"{hook}.declare_resolution", lambda _, source, **x: declared.update(x))
     sglang_cuts.resolve(asked, lambda _: None)
     assert declared == {"page_size": 64, "mamba_track_interval": 1 << 30}
-    view.enable_int8_mamba_checkpoint = True  # rounded: what resumes there has other bits
+    vars(view).update(declared)
+    assert sglang_cuts.refusal(asked, torch.float32) is None
+    view.mamba_track_interval = 256
+    reason = sglang_cuts.refusal(asked, torch.float32)
+    assert reason == "the prefix cache keeps states that decodes have left"
+    view.page_size, view.enable_int8_mamba_checkpoint = None, True  # rounded states have other bits
     declared.clear()
     sglang_cuts.resolve(asked, lambda _: None)
     assert declared == {"page_size": 64, "disable_radix_cache": True}
