@@ -42,7 +42,7 @@ _EAGER, _TORCH, _FUSED = (f"_low_ratio_compress{end}" for end in ("", "_torch", 
 _STEPS = (_EAGER, _TORCH, _FUSED)
 """sglang's methods that are exchanged."""
 _KEY_BYTES = 68
-"""Of an indexer's key in MXFP4 with its scales."""
+"""Bytes of an indexer's key in MXFP4 with its scales."""
 
 
 def install(backend: Any) -> None:
