@@ -35,7 +35,7 @@ class BlockSparseInputs:
 
     @property
     def factor(self) -> float:
-        """What turns the kernels' products into base-2 logits."""
+        """The factor from the kernels' products to base-2 logits."""
         return self.scale * LOG2_E
 
 
@@ -98,7 +98,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tens
 
 
 def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
-    """What the kernels ask beyond the contract of the operator.
+    """Require of a call of the kernels more than the operator's contract does.
 
     Raises:
         ValueError: one sentence with what was expected and what came.
@@ -123,7 +123,7 @@ def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
 
 
 def check_quantised(q: Tensor, v: Tensor, block_n: int) -> None:
-    """What 8-bit attention asks beyond the contract of block-sparse attention.
+    """Require of 8-bit attention more than the contract of block-sparse attention does.
 
     Raises:
         ValueError: one sentence with what was expected and what came.

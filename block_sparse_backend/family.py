@@ -34,7 +34,7 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
 
 
 def tune_space(path: KernelPath) -> TuneSpace:
-    """What ``tune`` tries of a path's launch parameters: nothing."""
+    """Nothing: ``tune`` tries none of a path's launch parameters."""
     return {}
 
 

@@ -83,7 +83,7 @@ def quantised_attention(
 
 
 class _Paths(NamedTuple):
-    """What calls that are laid out alike run."""
+    """The functions that calls of one layout run."""
 
     quantise: Quantise
     attend: Attend

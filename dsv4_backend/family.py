@@ -75,7 +75,7 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
 
 
 def tune_space(path: KernelPath) -> TuneSpace:
-    """What ``tune`` tries of a path's launch parameters: those that the path has.
+    """The values that ``tune`` tries of a path's launch parameters: of those that the path has.
 
     A prefill path for rings alone is left out: it runs the same kernels as the path for pages.
     """

@@ -17,7 +17,7 @@ Pdl = Literal["off", "wait", "release_after_wait", "release_first"]
 """Programmatic dependent launch, see ``backend_core.kernels.pdl``."""
 
 Prefetch = Literal["none", "load", "pool"]
-"""What a decode step does before its PDL wait, where the step plan is ``pdl_prefetch_safe``:
+"""The work of a decode step before its PDL wait, where the step plan is ``pdl_prefetch_safe``:
 nothing, load all but its input, or also pool the rows that it loaded."""
 
 

@@ -293,7 +293,7 @@ class LowRatioCall:
 
 @dataclass(frozen=True)
 class LowRatioStepSpec:
-    """What the paths are bound to; ``state_block``: rows of a ring, 1 where there is none."""
+    """A kind of compressor and state; ``state_block``: rows of a ring, 1 where there is none."""
 
     compressor: LowRatioSpec
     state_block: int

@@ -269,7 +269,7 @@ def quantise(x: torch.Tensor, spec: RecordSpec) -> tuple[torch.Tensor, torch.Ten
 
 
 def dequantise(data: torch.Tensor, scales: torch.Tensor, spec: RecordSpec) -> torch.Tensor:
-    """What an engine reads from the bytes of ``quantise``: [N, d] fp32."""
+    """The values that an engine reads from the bytes of ``quantise``: [N, d] fp32."""
     encoding = spec.record.encoding
     if encoding == "bf16_rows":
         return data.contiguous().view(torch.bfloat16).float()

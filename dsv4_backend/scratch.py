@@ -8,7 +8,7 @@ from backend_core.launch.streams import StreamOrder, is_capturing
 
 
 class ColumnScratch:
-    """Of one layer, as long as that lives: a CUDA graph that holds its calls needs its weights too.
+    """Memory of one layer, which lives as long: a CUDA graph of its calls needs its weights too.
 
     Calls on two streams take turns. What was grown out of is kept, since a graph may hold it. In a
     capture it does not grow: zeros that are written there are written in each replay and not

@@ -1,4 +1,4 @@
-"""Which kernel paths serve an operator on a GPU, chosen at model load from the path table."""
+"""The kernel paths that serve an operator on a GPU, chosen at model load from the path table."""
 
 from __future__ import annotations
 

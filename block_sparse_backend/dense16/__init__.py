@@ -13,7 +13,7 @@ BlockSparseRun: TypeAlias = Callable[[BlockSparseInputs], None]
 
 
 BlockSparsePath: TypeAlias = Callable[[BlockSparseInputs], BlockSparseRun]
-"""What runs calls that are laid out as this one.
+"""Prepares the run of calls that are laid out as this one.
 
 Raises:
     ValueError: kernels cannot read such tensors.

@@ -21,7 +21,7 @@ from block_sparse_backend.spec import BlockSparseSpec
 _STAGES = 2
 """Blocks of 128 keys of 128 channels in flight; of smaller ones there are more."""
 _REGISTERS = 240
-"""Of a thread of the computing warpgroups."""
+"""Registers of a thread of the computing warpgroups."""
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 AXES = {"out": "bhm.", "lse": "bh."}
 

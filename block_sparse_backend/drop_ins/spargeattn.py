@@ -104,7 +104,7 @@ def spas_sage2_attn_meansim_topk_cuda(
     *,
     mode: SageMode = DEFAULT_MODE,
 ) -> Result:
-    """As ``spas_sage2_attn_meansim_cuda``, with a share ``topk`` of the blocks kept; it
+    """Do as ``spas_sage2_attn_meansim_cuda``, with a share ``topk`` of the blocks kept; it
     too is a number, or one for each head."""
     _refuse(attn_mask, dropout_p, smooth_k)
     if cdfthreshd is not None:

@@ -1,4 +1,4 @@
-"""What the adapter of sglang's video server relies on."""
+"""Seams of the adapter of sglang's video server."""
 
 from __future__ import annotations
 

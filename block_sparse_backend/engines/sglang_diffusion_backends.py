@@ -95,7 +95,7 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         """Read and check the configuration."""
 
     def attention(self, heads: int, metadata: AttentionMetadata | None) -> VideoAttention:
-        """What a self-attention of so many heads does."""
+        """The settings of a self-attention of so many heads."""
         raise NotImplementedError
 
     def serves(self, query: Tensor, key: Tensor, metadata: AttentionMetadata | None) -> bool:
@@ -262,7 +262,7 @@ def _of_rank(windows: tuple[Box, ...], heads: int) -> tuple[Box, ...]:
 
 
 class _Backend(AttentionBackend):  # type: ignore[misc]
-    """What the backends share."""
+    """The base class of the backends."""
 
     ENUM: AttentionBackendEnum
     IMPL: type[_Impl]

@@ -22,7 +22,7 @@ SKIP, FULL, PARTIAL = 0, 1, 2
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Which key blocks each query tile of each head attends.
+    """Lists of the key blocks that each query tile of each head attends.
 
     Three bounds rather than one ``indptr``: rows of fixed capacity (made on the GPU), compact rows
     and rows that share one column list (dense, causal) are the same thing to a kernel. FULL blocks
@@ -85,7 +85,7 @@ class BlockPlan:
 
     @functools.cached_property
     def prepared(self) -> Prepared:
-        """What runs calls of this plan, by the layout of their tensors."""
+        """The runs of calls of this plan, by the layout of their tensors."""
         return Prepared()
 
     def density(self) -> float:

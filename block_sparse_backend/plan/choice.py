@@ -1,4 +1,4 @@
-"""Which blocks a prediction keeps, for all heads or for each."""
+"""The choice of blocks that a prediction keeps, for all heads or for each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ChoiceKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Which blocks a prediction keeps.
+    """The blocks that a prediction keeps.
 
     ``cdf``, ``topk`` and ``min_likeness`` are one number, or a tensor [H] with one for each query
     head. The values of a tensor on a GPU are taken on trust; one on the host is copied to the
@@ -100,7 +100,7 @@ class Choice:
 
     @property
     def kind(self) -> ChoiceKind:
-        """All but the numbers; thresholds on a GPU are not read, and ask for likenesses."""
+        """The kind of choice; thresholds on a GPU are not read, and ask for likenesses."""
         given = self.min_likeness
         if isinstance(given, Tensor):
             has_likeness = not given.is_cpu or bool((given >= 0.0).any())

@@ -59,5 +59,5 @@ Quantise: TypeAlias = Callable[
 """Quantises q, k and v of calls that are laid out alike, for a scale of the logits and the plan of
 packed sequences; with the sums of their blocks where these are asked for."""
 QuantisePath: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], Quantise]
-"""What quantises tensors that are laid out as these, and packed sequences whose plan has as many
-key blocks, of which values stay in 16 bits. It keeps no tensor."""
+"""Prepares the quantisation of tensors that are laid out as these, and of packed sequences whose
+plan has as many key blocks and whose values stay in 16 bits. It keeps no tensor."""

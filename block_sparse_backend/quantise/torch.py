@@ -86,7 +86,7 @@ def key_groups(
 
 
 def _to_e4m3(x: Tensor, block: int) -> Tensor:
-    """As in ``kernels.quantise``, of [B, H, blocks of tokens, D]."""
+    """Round [B, H, blocks of tokens, D] to e4m3 as ``kernels.quantise`` does."""
     tiles = x.reshape(*x.shape[:2], -1, block, x.shape[3])
     nearest = tiles.to(torch.float8_e4m3fn).float()
     left = tiles - nearest

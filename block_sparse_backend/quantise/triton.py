@@ -93,8 +93,8 @@ def _prepare(
 
 
 def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """What rounds such values to e4m3, as ``quantise_values_kernel`` orders them: of values, these,
-    their scale and what is added to the output."""
+    """A function that rounds such values to e4m3, in the order of ``quantise_values_kernel``; it
+    returns them, their scale and the offset of the output."""
     b, h, n, d = v.shape
     blocks, rows = -(-n // block_n), b * h
     statistics, parts = partial_stats_of(v, True, None, 0)
@@ -136,7 +136,7 @@ def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Te
 
 
 Of = Callable[[Tensor, BlockPlan | None], Tensor]
-"""Of a tensor like that which it was made for, and the plan of its packed sequences."""
+"""Takes a tensor like that which it was made for, and the plan of its packed sequences."""
 
 
 def column_mean(x: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ def column_mean(x: Tensor) -> Tensor:
 
 
 def column_mean_of(x: Tensor, key_blocks: Tensor | None, block: int) -> Of:
-    """What computes the mean over the tokens of [B, H, L, D], float32 [B, H, D]; or of plan
-    sequences, each of which has a mean of its keys, [S, H, D].
+    """A function that computes the mean over the tokens of [B, H, L, D], float32 [B, H, D]; or of
+    packed sequences, each of which has a mean of its keys, [S, H, D].
 
     Args:
         key_blocks, block: of the plan of packed sequences.
@@ -179,7 +179,7 @@ def column_mean_of(x: Tensor, key_blocks: Tensor | None, block: int) -> Of:
 def partial_stats_of(
     x: Tensor, has_range: bool, key_blocks: Tensor | None, key_block: int
 ) -> tuple[Of, int]:
-    """What computes [B * H, parts of sums, or of sums, minima and maxima one after another, D]; and
+    """A function that computes [B * H, parts of sums, or of sums, minima and maxima, D]; and
     the number of parts. Of packed sequences a part is a block of keys."""
     b, h, length, d = x.shape
     block = min(32, triton.next_power_of_2(length))

@@ -68,7 +68,7 @@ def causal_seen(q_len: int, kv_len: int) -> Tensor:
 def quantiser(
     q: Tensor, k: Tensor, v: Tensor, mode: SageMode, block_n: int, path: str = "triton"
 ) -> Quantise:
-    """What quantises such inputs for 8-bit attention."""
+    """The function that quantises such inputs for 8-bit attention."""
     selection = selection_for("quantise", "q", q, QuantiseSpec(mode, block_n=block_n), path)
     chosen: QuantisePath = selection.run(1)
     return chosen(q, k, v, None)

@@ -1,4 +1,4 @@
-"""What ``kda-dsv4 check`` runs of the block-sparse paths."""
+"""Calls of the block-sparse paths that ``kda-dsv4 check`` runs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _error(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     seen: torch.Tensor,
 ) -> float:
-    """Of the output, relative L2.
+    """The relative L2 error of the output.
 
     Raises:
         RuntimeError: a query that sees no key has another output or LSE than it must.

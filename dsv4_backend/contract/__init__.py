@@ -1,4 +1,4 @@
-"""What the compressor's operators require; every message says what was expected and what came.
+"""The contract of the compressor's operators; every message says what was expected and what came.
 
 Only what the host knows is checked: shapes, dtypes, strides and devices. Values on the device
 (rows, slots, positions) are not read; what each sentinel does is documented with the step plans.

@@ -1,4 +1,4 @@
-"""What the adapters of DeepSeek-V4's compressors rely on in vLLM and sglang."""
+"""Seams of the adapters of DeepSeek-V4's compressors in vLLM and sglang."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from backend_core.strict import fallback
 from backend_core.tables.schema import UPSTREAM
 from backend_core.target import detect_target
 from dsv4_backend import (
+    CompressorCall,
     CompressorLayer,
     CompressorSpec,
     RingDecode,
@@ -169,13 +170,13 @@ class FusedStep:
                 ratio, out_loc = call["compress_ratio"], call["out_loc"]
                 theirs = self._backend._get_paged_compress_metadata(ratio)
                 plan = self._plan(theirs, ratio, call["is_indexer"], out_loc)
-                tensors = (call["kv_score_input"], state, pages)
+                step = CompressorCall(layer, call["kv_score_input"], state, pages, second)
                 of_decode, of_prefill = _decode_and_prefill(plan, self._is_written(ratio, out_loc))
                 others: tuple[tuple[RingDecode | RingPrefill, _Paths], ...]
                 others = (of_decode, decode), (of_prefill, prefill)
                 for other, paths in others:
                     if paths.sizes:
-                        warm_up(layer, *tensors, other, second_cache=second)
+                        warm_up(step, other)
                 return _BoundCompressor(norm, layer, state, pages, second, memory, decode, prefill)
             except (LookupError, ValueError) as error:
                 reason = str(error)

@@ -26,12 +26,13 @@ from sglang.srt.runtime_context import get_parallel
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
 from dsv4_backend import (
+    LowRatioCall,
     LowRatioLayer,
     LowRatioSpec,
     LowRatioStep,
     RecordSpec,
     compress_low_ratio_,
-    warm_up_low_ratio,
+    warm_up,
 )
 from dsv4_backend.engines import low_ratio_paths
 from dsv4_backend.engines.sglang_compressor import pages_of
@@ -41,7 +42,7 @@ _EAGER, _TORCH, _FUSED = (f"_low_ratio_compress{end}" for end in ("", "_torch", 
 _STEPS = (_EAGER, _TORCH, _FUSED)
 """sglang's methods that are exchanged."""
 _KEY_BYTES = 68
-"""Of an indexer's key in MXFP4 with its scales."""
+"""Bytes of an indexer's key in MXFP4 with its scales."""
 
 
 def install(backend: Any) -> None:
@@ -176,10 +177,9 @@ class LowRatioSteps:
                     ours = _layer(layer, pool.get_extra_key_page_size(at), index.shape[1])
                     _say_paths(main.device, ours.spec)
                     rows = project()
+                    call = LowRatioCall(ours, rows[0], *tensors, rows[1])
                     for firsts in (None, pos[:1].int() if starts is None else starts):
-                        plan = self._plan(layer.compress_ratio, req, pos, firsts, longest)
-                        given = (ours, rows[0], *tensors, plan)
-                        warm_up_low_ratio(*given, score=rows[1])
+                        warm_up(call, self._plan(layer.compress_ratio, req, pos, firsts, longest))
                     bound.layer, bound.tensors = ours, tensors
                 except (LookupError, ValueError) as error:
                     reason = str(error)

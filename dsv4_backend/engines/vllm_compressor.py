@@ -18,17 +18,15 @@ import functools
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.compressor import (
     CompressorBackend,
-    CompressorMetadata,
     CompressorMetadataBuilder,
     CompressorStateCache,
     DeepseekCompressor,
 )
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import seams, vllm_flag
 from backend_core.engines.log import chosen
@@ -38,6 +36,7 @@ from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from dsv4_backend import (
+    CompressorCall,
     CompressorLayer,
     CompressorSpec,
     PagedDecode,
@@ -48,6 +47,7 @@ from dsv4_backend import (
     window_ends,
 )
 from dsv4_backend.engines import seam_list, vllm_rocm
+from dsv4_backend.engines.vllm_states import with_plans
 from dsv4_backend.selection import decode_selection, in_words, prefill_selection
 from dsv4_backend.spec import ROPE_DIM, CacheFormat
 
@@ -221,7 +221,7 @@ def _bind(
         pdl_prefetch_safe=True,
     )
     for other in (decode, _prefill(decode, states, spec.compress_ratio)):
-        warm_up(layer, kv_score, state, pages, other)
+        warm_up(CompressorCall(layer, kv_score, state, pages), other)
     return kv_cache, pages, layer
 
 
@@ -281,42 +281,4 @@ def _prefill(decode: PagedDecode, states: Any, compress_ratio: int) -> PagedPref
     )
 
 
-class MetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
-    """vLLM's metadata with the bounds of the requests, and room for the step's plans."""
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> CompressorMetadata:
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata.query_start_loc = common_attn_metadata.query_start_loc
-        metadata.max_query_len = common_attn_metadata.max_query_len
-        metadata.plans = {}
-        metadata.replays_decodes_alone = False
-        return metadata
-
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> CompressorMetadata:
-        """For a FULL graph: of decodes, unless batches with prefills are captured so too."""
-        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        mode = self.vllm_config.compilation_config.cudagraph_mode
-        metadata.replays_decodes_alone = mode.mixed_mode() is not CUDAGraphMode.FULL
-        return metadata
-
-
-class Backend(CompressorBackend):  # type: ignore[misc]
-    """vLLM's, but for the builder."""
-
-    @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        return MetadataBuilder
-
-
-class StateCache(CompressorStateCache):  # type: ignore[misc]
-    """vLLM's, but for the backend."""
-
-    def get_attn_backend(self) -> type[Backend]:
-        return Backend
+StateCache = with_plans(CompressorStateCache, CompressorBackend, CompressorMetadataBuilder)

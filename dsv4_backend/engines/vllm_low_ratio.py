@@ -16,19 +16,17 @@ import functools
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v41.attention import DeepseekV4Indexer
 from vllm.models.deepseek_v41.compressor import (
     CompressorBackend,
-    CompressorMetadata,
     CompressorMetadataBuilder,
     CompressorStateCache,
     DeepseekCompressor,
 )
 from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from backend_core.engines import vllm_flag
 from backend_core.engines.vllm_blocks import block_tokens
@@ -36,14 +34,16 @@ from backend_core.engines.vllm_flag import flag_name, say
 from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
 from dsv4_backend import (
+    LowRatioCall,
     LowRatioLayer,
     LowRatioSpec,
     LowRatioStep,
     RecordSpec,
     compress_low_ratio_,
-    warm_up_low_ratio,
+    warm_up,
 )
 from dsv4_backend.engines import low_ratio_paths
+from dsv4_backend.engines.vllm_states import with_plans
 from dsv4_backend.spec import KEY_DIM, LATENT_DIM, ROPE_DIM, CacheFormat
 
 _PACKED: dict[int, CacheFormat] = {584: "fp8_ds_mla", 528: "mxfp8_rows", 288: "nvfp4_rows"}
@@ -216,7 +216,7 @@ def _bind(
         rope_table=attention.rotary_emb.cos_sin_cache,
     )
     pages = _pages(main, spec.main), _pages(index, spec.index)
-    warm_up_low_ratio(layer, kv_score, state, *pages, plan)
+    warm_up(LowRatioCall(layer, kv_score, state, *pages), plan)
     return (main, index), pages, layer
 
 
@@ -260,47 +260,14 @@ def _plan(
     return plan
 
 
-class LowRatioMetadataBuilder(CompressorMetadataBuilder):  # type: ignore[misc]
-    """vLLM's metadata with the longest chunk, ring slots that padding has none of, and room for the
-    step's plans."""
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> CompressorMetadata:
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        # vLLM gives padding slots of the first request's ring, which its own kernels find out of
-        # all requests' bounds
-        metadata.slot_mapping[int(common_attn_metadata.query_start_loc_cpu[-1]) :] = -1
-        # where drafts are verified adaptively the device alone knows which request has how many
-        most_drafts = self.vllm_config.num_speculative_tokens
-        metadata.longest = max(common_attn_metadata.max_query_len, 1 + most_drafts)
-        metadata.plans = {}
-        metadata.replays_decodes_alone = False
-        return metadata
-
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> CompressorMetadata:
-        """For a FULL graph: of decodes, unless batches with prefills are captured so too."""
-        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        mode = self.vllm_config.compilation_config.cudagraph_mode
-        metadata.replays_decodes_alone = mode.mixed_mode() is not CUDAGraphMode.FULL
-        return metadata
+def _extend(builder: Any, metadata: Any, common: Any) -> None:
+    """Add the longest chunk, and take from padding the ring slots that vLLM gives it."""
+    # of the first request's ring, which its own kernels find out of all requests' bounds
+    metadata.slot_mapping[int(common.query_start_loc_cpu[-1]) :] = -1
+    # where drafts are verified adaptively the device alone knows which request has how many
+    metadata.longest = max(common.max_query_len, 1 + builder.vllm_config.num_speculative_tokens)
 
 
-class LowRatioBackend(CompressorBackend):  # type: ignore[misc]
-    """vLLM's, but for the builder."""
-
-    @staticmethod
-    def get_builder_cls() -> type[LowRatioMetadataBuilder]:
-        return LowRatioMetadataBuilder
-
-
-class LowRatioStateCache(CompressorStateCache):  # type: ignore[misc]
-    """vLLM's, but for the backend."""
-
-    def get_attn_backend(self) -> type[LowRatioBackend]:
-        return LowRatioBackend
+LowRatioStateCache = with_plans(
+    CompressorStateCache, CompressorBackend, CompressorMetadataBuilder, _extend
+)

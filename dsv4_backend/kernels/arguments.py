@@ -30,7 +30,7 @@ class Cache(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step plan gives a kernel; a layout of the state leaves the other's fields ``None``.
+    """The tensors of a step plan; a layout of the state leaves the other's fields ``None``.
 
     ring: entry_ptr [N, 4] int32, decode {seq_len, state row, previous page, own page}, prefill
     {seq_len, token | rows in the state << 16, previous page, own page}.

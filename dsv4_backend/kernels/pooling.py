@@ -70,7 +70,7 @@ def pool_rows(b_kv, b_s):
 
 @triton.jit
 def pool_old_rows(b_kv, b_s):
-    """Of rows 0 to 6 of a C4 window [8, D]: top score, sum of weights, weighted sum of kv, [D]."""
+    """Pool rows 0 to 6 of a C4 window [8, D]: top score, sum of weights, weighted kv, [D]."""
     m_old = (tl.arange(0, 8) < 7)[:, None]
     b_top = tl.max(tl.where(m_old, b_s, NO_SCORE), axis=0)
     b_p = tl.where(m_old, tl.exp2((b_s - b_top[None, :]) * LOG2_E), 0.0)

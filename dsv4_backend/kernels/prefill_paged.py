@@ -57,7 +57,7 @@ def prefill_paged_kernel(
     BLOCK_W: tl.constexpr,
     ROWS: tl.constexpr,  # state rows that one program writes, at most RATIO
 ):
-    """Of every RATIO / ROWS + 1 programs the last pools a window, the others write state rows."""
+    """The last of every RATIO / ROWS + 1 programs pools a window, the others write state rows."""
     WRITERS: tl.constexpr = RATIO // ROWS
     i_group = tl.program_id(0) // (WRITERS + 1)
     i_rest = tl.program_id(0) % (WRITERS + 1)

@@ -1,4 +1,4 @@
-"""What ``kda-dsv4 check`` asks of a compressor path: steps of a small engine, byte by byte.
+"""Calls of a compressor path that ``kda-dsv4 check`` runs: steps of a small engine, byte by byte.
 
 Each call is made twice, on the path under test and by the torch path in float64 on the CPU, from
 the same state and cache. State rows must be equal bit for bit, bytes outside the written records

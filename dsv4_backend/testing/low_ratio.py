@@ -56,7 +56,7 @@ def make_spec(
     page_tokens: int = 32,
     rounding: str = "vllm",
 ) -> LowRatioSpec:
-    """As the engine that is named keeps them."""
+    """Records as the engine that is named keeps them."""
     given: dict[str, Any] = {"page_tokens": page_tokens, "rounding": rounding, "fp8": "ocp"}
     return LowRatioSpec(
         compress_ratio=ratio,

@@ -1,4 +1,4 @@
-"""What state and cache must hold, by the float64 definition, and how far a kernel may be off."""
+"""The contents of state and cache by the float64 definition, and how far a kernel may be off."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ Record = tuple[torch.Tensor, torch.Tensor]
 
 
 def within_one_code(spec: RecordSpec, got: Record, want: Record) -> torch.Tensor:
-    """Which values, ``[N, d]``, of records (data, scales) are at most one code apart.
+    """Mark the values, ``[N, d]``, of records (data, scales) that are at most one code apart.
 
     The step from one e2m1 value to the next larger one is at most half of it, or half a unit of the
     scale; steps of e4m3 and bf16 are bounded by the row's largest value.

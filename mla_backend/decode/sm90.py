@@ -16,7 +16,8 @@ from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from mla_backend import combine
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.decode import Prepared
+from mla_backend.decode import Planning, Prepared, ctas_of
+from mla_backend.plan.fill import fill_sm90
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, MlaSpec
 
@@ -65,12 +66,12 @@ PARAMS = CudaParams(
 _BOX = 64
 _PIECE = 16
 PREFIX_ROWS = 64
-"""Of a tile of a shared prefix, and of a slot of its partial results."""
+"""Rows of a tile of a shared prefix, and of a slot of its partial results."""
 _PROMOTE_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
 class DecodeAddresses(NamedTuple):
-    """What differs from layer to layer of a step: tensor maps, addresses; 0 for none."""
+    """Facts of a layer in a step: tensor maps, addresses; 0 for none."""
 
     latent: bytes
     latent_pieces: bytes
@@ -88,6 +89,11 @@ class DecodeAddresses(NamedTuple):
 
 def bind(row: KernelPath, spec: MlaSpec, target: Target) -> Sm90Decode:
     return Sm90Decode(spec)
+
+
+def plan(row: KernelPath, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
+    fill = functools.partial(fill_sm90, row.params, spec.query_rows)
+    return Planning(ctas_of(spec, num_sms, shares), shares, True, fill)
 
 
 class Sm90Decode:

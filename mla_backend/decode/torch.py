@@ -10,13 +10,18 @@ from backend_core.autocast import without_autocast
 from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.decode import Prepared
+from mla_backend.decode import Planning, Prepared, ctas_of
+from mla_backend.plan.fill import fill_in_torch
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, MlaSpec
 
 
 def bind(row: KernelPath, spec: MlaSpec, target: Target) -> TorchDecode:
     return TorchDecode()
+
+
+def plan(row: KernelPath, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
+    return Planning(ctas_of(spec, num_sms, shares), False, False, fill_in_torch)
 
 
 class TorchDecode:

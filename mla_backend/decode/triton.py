@@ -13,9 +13,10 @@ from backend_core.tables.schema import KernelPath
 from backend_core.target import Target
 from mla_backend import combine
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.decode import Prepared
+from mla_backend.decode import Planning, Prepared, ctas_of
 from mla_backend.kernels.mla_decode import mla_decode_kernel
 from mla_backend.launch_params import TritonMlaParams
+from mla_backend.plan.fill import plan_split_kv
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, MlaSpec
 
@@ -28,6 +29,11 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 def bind(row: KernelPath, spec: MlaSpec, target: Target) -> TritonDecode:
     return TritonDecode(row.params, spec)
+
+
+def plan(row: KernelPath, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
+    blocks = -(-min(spec.query_rows, 64) // row.params.block_rows)
+    return Planning(ctas_of(spec, num_sms, shares, blocks), shares, False, plan_split_kv)
 
 
 class TritonDecode:

@@ -138,6 +138,7 @@ def compressor_calls() -> dict[str, tuple[Call, Outputs]]:
     engine = dsv4_engine.CompressorEngine("ring", spec, [8], device=CPU)
     row = dsv4_engine.make_history(spec, 4, 0, device=CPU)
     memory = (row, engine.state, engine.cache)
+    call = dsv4.CompressorCall(layer, *memory)
     decode, prefill = engine.decode_plan([(0, 8)]), engine.prefill_plan([(0, 0, 4)])
     ends = dsv4.SeqLens(torch.tensor([4, 8], device=CPU))
     in_place = {"head_dim": 128, "compress_ratio": 4, "rotate": True, "target": H200}
@@ -150,7 +151,10 @@ def compressor_calls() -> dict[str, tuple[Call, Outputs]]:
             lambda _: dsv4.compress_prefill_(layer, *memory, prefill, target=H200),
             (),
         ),
-        "warm_up": (lambda _: dsv4.warm_up(layer, *memory, decode, target=H200), ()),
+        "warm_up": (
+            lambda _: dsv4.warm_up(call, decode, target=H200),
+            (),
+        ),
         "compress_norm_rope_hadamard_": (
             lambda o: dsv4.compress_norm_rope_hadamard_(
                 o[0],

@@ -12,7 +12,7 @@ import torch
 from backend_core.operator import forced
 from backend_core.tables.schema import KernelPath
 from backend_core.tables.select import load_table
-from dsv4_backend import compress_decode_, scratch, warm_up
+from dsv4_backend import CompressorCall, compress_decode_, scratch, warm_up
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.scratch import ColumnScratch
 from dsv4_backend.testing.check_cases import check_cases
@@ -194,7 +194,7 @@ def test_warm_up_writes_nothing(layout: str) -> None:
     layer, engine, _, entries, kv_score = prepare(make_spec("indexer_fp8"), layout, seed=13)
     before = engine.state.clone()
     for plan in (engine.decode_plan(entries), engine.prefill_plan([(0, 0, len(entries))])):
-        warm_up(layer, kv_score, engine.state, engine.cache, plan, target=TARGET)
+        warm_up(CompressorCall(layer, kv_score, engine.state, engine.cache), plan, target=TARGET)
     assert_records(engine, layer, {})
     torch.testing.assert_close(engine.state, before, rtol=0, atol=0, equal_nan=True)
 

@@ -15,11 +15,12 @@ from backend_core.formats import RECORD_FORMATS
 from backend_core.operator import forced
 from backend_core.tables.select import load_table
 from dsv4_backend import (
+    LowRatioCall,
     LowRatioStep,
     RecordSpec,
     compress_low_ratio_,
     reference,
-    warm_up_low_ratio,
+    warm_up,
 )
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.low_ratio.torch import step
@@ -134,7 +135,7 @@ def test_a_graph_replays_other_steps(ratio: int, known: bool, formats: Any) -> N
             moved, held = kit.to_device(call, DEVICE), move_plan(plan, DEVICE)
             tensors = (moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache)
             given = {"score": moved.score}
-            warm_up_low_ratio(*tensors, held, **given)
+            warm_up(moved, held)
             with torch.cuda.graph(graph):
                 compress_low_ratio_(*tensors, held, **given)
         moved.kv_score.copy_(call.kv_score)
@@ -190,9 +191,10 @@ def given(ratio: int = 2) -> tuple[tuple[object, ...], LowRatioStep]:
 def test_what_breaks_the_contract_is_named(ratio, change, message) -> None:
     tensors, plan = given(ratio)
     broken = [change[n](x) if n in change else x for n, x in enumerate(tensors)]
-    for operator in (compress_low_ratio_, warm_up_low_ratio):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            operator(*broken, plan, target=TARGET)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        compress_low_ratio_(*broken, plan, target=TARGET)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        warm_up(LowRatioCall(*broken), plan, target=TARGET)
 
 
 @pytest.mark.interpreter

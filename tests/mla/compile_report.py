@@ -25,7 +25,7 @@ from mla_backend import combine
 from mla_backend.decode import triton as mla_triton
 from mla_backend.drop_ins.flashinfer import cascade, merge
 from mla_backend.launch_params import TABLES
-from mla_backend.plan import planner
+from mla_backend.plan import fill, planner
 from mla_backend.sparse import combine as sparse_mla_combine
 from mla_backend.sparse import gluon_sm90 as sparse_mla_sm90
 from mla_backend.sparse import triton as sparse_mla_triton
@@ -97,7 +97,7 @@ def cases(arch: str) -> Iterator[Case]:
     yield from sparse_cases(arch)
     yield "combine", combine._triton_kernel(512), (*_PREFIX, "sinks_ptr")
     yield "combine, two levels, sinks", combine._triton_kernel(512), ()
-    yield "split_plan, 128 requests", planner._split_kernel(128, 256), ()
+    yield "split_plan, 128 requests", fill._split_kernel(128, 256), ()
     leaders, tiles = planner._prefix_kernels(64, 64, 64)
     yield "find_leaders, 64 requests", leaders, ()
     yield "two_level_tiles, 64 requests", tiles, ()

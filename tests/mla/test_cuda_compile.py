@@ -13,7 +13,7 @@ import pytest
 from backend_core.launch.cuda_params import CudaParams
 from mla_backend import combine
 from mla_backend.decode import sm90 as mla_sm90
-from mla_backend.plan import planner
+from mla_backend.plan import fill
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
 
 REPORT = Path(__file__).parent / "cuda_report.json"
@@ -31,7 +31,7 @@ def variants() -> dict[str, tuple[Path, CudaParams, dict[str, int]]]:
         for once in ((True, False) if rows == 64 else (True,))
     }
     found["mla_combine"] = (combine.SM90_SOURCE, combine.PARAMS, {})
-    found["split_plan"] = (planner.SM90_SOURCE, planner.PARAMS, {})
+    found["split_plan"] = (fill.SM90_SOURCE, fill.PARAMS, {})
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from backend_core.launch.cuda_params import CudaParams
 from mla_backend import combine, reference
-from mla_backend.plan import planner
+from mla_backend.plan import fill
 from mla_backend.plan.split_kv import split_kv
 from tools.cuda_on_host.driver import GXX, HostKernel
 from tools.cuda_on_host.planted import plant
@@ -54,11 +54,11 @@ def test_the_planner_is_the_one_in_torch(
     work = torch.full((2 * CTAS, 8), -7, dtype=torch.int32)
     num_splits = torch.full((len(tokens) + 2,), -7, dtype=torch.int32)
     merges = torch.full((requests + 1,), -7, dtype=torch.int32)
-    params = pack(planner.PARAMS, 
+    params = pack(fill.PARAMS, 
         *(x.data_ptr() for x in (tokens, work, num_splits, merges, prefix)),
         requests, len(prefixes), slot, requests, CTAS, overhead, min_blocks,
     )  # fmt: skip
-    kernel = HostKernel(planner.SM90_SOURCE, "split_plan", planner.PARAMS, {}, run_seed=seed)
+    kernel = HostKernel(fill.SM90_SOURCE, "split_plan", fill.PARAMS, {}, run_seed=seed)
     kernel(2 if prefixes else 1, threads, params)
     want_work, want_splits = split_kv(tokens[:requests], CTAS, overhead, min_blocks)
     assert torch.equal(work[:CTAS], want_work)

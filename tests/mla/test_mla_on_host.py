@@ -17,7 +17,7 @@ from mla_backend.api import mla_decode
 from mla_backend.beside import Beside
 from mla_backend.decode import sm90 as mla_sm90
 from mla_backend.engines import mla_decoder
-from mla_backend.plan import MlaPlanner, planner
+from mla_backend.plan import MlaPlanner, fill
 from mla_backend.spec import MlaSpec
 from mla_backend.testing.cases import SCALE, assert_close, expected, forced, make_case, run_case
 from tools.cuda_on_host.driver import GXX, MAP_MAGIC, HostKernel
@@ -57,7 +57,7 @@ def use(monkeypatch: pytest.MonkeyPatch, seed: int) -> Use:
         def main(defines: dict[str, int]) -> Any:
             return kernel("mla_decode", mla_sm90, defines)
 
-        monkeypatch.setattr(planner, "_sm90_kernel", lambda: kernel("split_plan", planner, {}))
+        monkeypatch.setattr(fill, "_sm90_kernel", lambda: kernel("split_plan", fill, {}))
         monkeypatch.setattr(mla_sm90, "_kernel", main)
         monkeypatch.setattr(mla_sm90, "_tensor_map", tensor_map)
         mla_sm90._encode.cache_clear()

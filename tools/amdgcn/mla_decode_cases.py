@@ -18,7 +18,7 @@ from mla_backend.contract.sparse_mla import NamedRows
 from mla_backend.drop_ins import flashinfer
 from mla_backend.drop_ins.flashinfer.merge import merge_states
 from mla_backend.launch_params import TABLES
-from mla_backend.plan import MlaPlanner, planner
+from mla_backend.plan import MlaPlanner, fill
 from mla_backend.plan.split_kv import split_kv
 from mla_backend.sparse_mla import SparseMlaSelection, sparse_mla
 from mla_backend.spec import MlaSpec
@@ -69,7 +69,7 @@ def _plans(row: KernelPath, target: Target) -> Answer:
     lengths = torch.randint(0, 9000, (128,), generator=generator, dtype=torch.int32)
     full = dataclasses.replace(target, num_sms=256)
     selection = operator.forced(TABLES, full, MlaSpec(4, 64), row)
-    work, num_splits = split_kv(lengths, 256, planner.OVERHEAD, planner.MIN_BLOCKS)
+    work, num_splits = split_kv(lengths, 256, fill.OVERHEAD, fill.MIN_BLOCKS)
     plan = MlaPlanner(selection).plan(lengths)
     wrong = int((plan.work != work).sum()) + int((plan.num_splits != num_splits).sum())
     return float(wrong), 0.5

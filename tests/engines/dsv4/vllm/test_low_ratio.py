@@ -36,7 +36,6 @@ from dsv4_backend.engines import vllm as flag
 from dsv4_backend.engines import vllm_low_ratio as adapter
 from dsv4_backend.engines.vllm_low_ratio import (
     LowRatioCompressor,
-    LowRatioMetadataBuilder,
     LowRatioStateCache,
 )
 from dsv4_backend.low_ratio.torch import step as definition
@@ -326,7 +325,7 @@ def test_what_a_graph_may_replay_decides_what_it_holds(monkeypatch: pytest.Monke
         metadata, _ = step.metadata(chunks, 0)
         metadata[compressor.state_cache.prefix].replays_decodes_alone = decodes
         assert adapter._plan(compressor, metadata, positions).longest == longest
-    builder = object.__new__(LowRatioMetadataBuilder)
+    builder = object.__new__(compressor.state_cache.get_attn_backend().get_builder_cls())
     for mode, alone in ((CUDAGraphMode.FULL, False), (CUDAGraphMode.FULL_AND_PIECEWISE, True)):
         builder.vllm_config = types.SimpleNamespace(
             compilation_config=types.SimpleNamespace(cudagraph_mode=mode)
