@@ -32,7 +32,7 @@ def assert_made_by_a_script(root: Path, source: str, where: str) -> None:
 
 def shared_modules(root: Path, file: Path) -> Iterator[Path]:
     """The benchmarks' modules that a script imports, which may write for it."""
-    imported = re.compile(r"^\s*from (benchmarks[\w.]*) import \(?([\w\s,]+)", re.MULTILINE)
+    imported = re.compile(r"^\s*from (benchmarks[\w.]*) import (\([^)]*|.*)", re.MULTILINE)
     for package, names in imported.findall(file.read_text(encoding="utf-8")):
         place = root / package.replace(".", "/")
         found = [place.with_suffix(".py"), *(place / f"{n}.py" for n in re.findall(r"\w+", names))]
