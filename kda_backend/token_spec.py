@@ -54,3 +54,20 @@ class TokenSpec(NamedTuple):
             "L2NORM": self.l2norm,
             "FAST_MATH": self.has_ptx,
         }
+
+
+def in_one_layout(tokens: TokenInputs) -> TokenInputs:
+    """The tokens with rows of q, k and g at multiples of 16 bytes and of 16 elements, copied where
+    they are not, as a single row of a wide projection may be and several are not.
+
+    Triton compiles a kernel for each, and the order in which it adds up a row follows from that.
+    """
+    q, k, g = (_in_one_layout(x) for x in (tokens.q, tokens.k, tokens.g))
+    return tokens._replace(q=q, k=k, g=g)
+
+
+def _in_one_layout(x: torch.Tensor) -> torch.Tensor:
+    width = x.shape[-2] * x.shape[-1]
+    if (x.stride(-3) | width) % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kda_backend.contract.values import DecodeCall
 from kda_backend.launch_params import FusedRecordsParams, FusedStepParams, FusedVerifyParams
-from kda_backend.token_spec import TokenSpec
+from kda_backend.token_spec import TokenSpec, in_one_layout
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import Grid, KernelLaunch
@@ -25,7 +25,7 @@ AXES = {
 
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> TritonStep:
-    return TritonStep(row.params)
+    return TritonStep(row.params, batch_invariant=spec.batch_invariant)
 
 
 class TritonStep:
@@ -35,19 +35,22 @@ class TritonStep:
     needs the head as a whole. ``pdl_prefetch_safe`` is without effect: no PDL here.
     """
 
-    def __init__(self, params: FusedStepParams) -> None:
+    def __init__(self, params: FusedStepParams, *, batch_invariant: bool = False) -> None:
         self._kernel = functools.cache(functools.partial(step_kernel, params))
+        self._batch_invariant = batch_invariant
 
     def prepare(self, call: DecodeCall) -> Callable[[DecodeCall], None]:
         spec, split = TokenSpec.of(call.tokens, call.gate), call.conv is None and call.norm is None
         kernel, value_blocks = self._kernel(spec, split)
         rows, value_heads = call.tokens.v.shape[:2]
         grid = value_blocks * value_heads * rows, 1, 1
-        return functools.partial(_run, kernel, grid)
+        return functools.partial(_run, kernel, grid, self._batch_invariant)
 
 
-def _run(kernel: KernelLaunch, grid: Grid, call: DecodeCall) -> None:
+def _run(kernel: KernelLaunch, grid: Grid, batch_invariant: bool, call: DecodeCall) -> None:
     tokens, gate, state, conv, norm, out, _ = call
+    if batch_invariant:
+        tokens = in_one_layout(tokens)
     q, k, v, g, beta = tokens[:5]
     pool, indices = state.write, state.indices
     assert pool is not None and indices is not None

@@ -13,7 +13,7 @@ from backend_core.target import detect_target
 from kda_backend.contract.values import PrefillCall
 from kda_backend.launch_params import TwoStageParams
 from kda_backend.spec import CHUNK, tile_width
-from kda_backend.token_spec import TokenSpec
+from kda_backend.token_spec import TokenSpec, in_one_layout
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -49,6 +49,8 @@ def two_stage(path: KernelPath, batch_invariant: bool, call: PrefillCall) -> Non
             each split of other instructions, which may add in another order.
     """
     tokens, gate, step_plan, state, out, chunk_states, scratch, *_ = call
+    if batch_invariant:
+        tokens = in_one_layout(tokens)
     q, k, v, g, beta = tokens[:5]
     value_heads, value_dim = v.shape[2:]
     key_dim = q.shape[3]

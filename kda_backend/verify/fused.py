@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kda_backend.contract.values import VerifyCall
 from kda_backend.decode_step.fused import NO_CONV, NO_NORM, step_constexprs
 from kda_backend.launch_params import FusedVerifyParams
-from kda_backend.token_spec import TokenSpec
+from kda_backend.token_spec import TokenSpec, in_one_layout
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -26,21 +26,25 @@ AXES = {
 
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> TritonVerification:
-    return TritonVerification(row.params)
+    return TritonVerification(row.params, batch_invariant=spec.batch_invariant)
 
 
 class TritonVerification:
     """One launch for a draft of each sequence; a program has the state of a head."""
 
-    def __init__(self, params: FusedVerifyParams) -> None:
+    def __init__(self, params: FusedVerifyParams, *, batch_invariant: bool = False) -> None:
         self._kernel = functools.cache(functools.partial(verify_kernel, params))
+        self._batch_invariant = batch_invariant
 
     def prepare(self, call: VerifyCall) -> Callable[[VerifyCall], None]:
-        return functools.partial(_run, self._kernel(TokenSpec.of(call.tokens, call.gate)))
+        kernel = self._kernel(TokenSpec.of(call.tokens, call.gate))
+        return functools.partial(_run, kernel, self._batch_invariant)
 
 
-def _run(kernel: KernelLaunch, call: VerifyCall) -> None:
+def _run(kernel: KernelLaunch, batch_invariant: bool, call: VerifyCall) -> None:
     tokens, gate, state, draft, shape, conv, norm, out = call
+    if batch_invariant:
+        tokens = in_one_layout(tokens)
     q, k, v, g, beta = tokens[:5]
     num_tokens, value_heads = v.shape[:2]
     pool, indices = state.write, state.indices

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
-from kda_backend import layer
+from kda_backend import kda_decode_step, kda_verify_step, layer
+from kda_backend.contract.values import DraftInputs, GateSpec, StateRef, TokenInputs
+from kda_backend.decode_step import fused as step
 from kda_backend.prefill import two_stage
 from kda_backend.selection import KdaShape, select
+from kda_backend.verify import fused as verification
 from tests.core.golden import CONFIGS
 from tests.kda.cases import ON_GPU, Backend, assert_same_bits
 from tests.kda.prefill_on_host import ROW, use_two_stages
@@ -82,6 +86,40 @@ def test_the_scan_is_split_as_for_one_sequence(
         part = replace(part, lengths=(5,) * number)
         cpu.chunk(part, selection=cpu.selection(shape))
     assert (asked[0] == asked[1]) is invariant
+
+
+@pytest.mark.parametrize("operator", ["decode_step", "verify"])
+def test_triton_gets_rows_in_one_layout(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int, operator: str
+) -> None:
+    """A projection's rows of an odd width, of which a single one has a stride of its own."""
+    wide, heads, dim = 3 * 64 + 4, 1, 64
+    seen: list[set[tuple[int, int]]] = []
+
+    def launch(grid: Any, **given: Any) -> None:
+        rows = (given[name] for name in ("q_ptr", "k_ptr", "g_ptr"))
+        seen.append({(x.stride(-3) % 16, x.data_ptr() % 16) for x in rows})
+
+    kernel = SimpleNamespace(launch=launch)
+    monkeypatch.setattr(step, "step_kernel", lambda *_: (kernel, 1))
+    monkeypatch.setattr(verification, "verify_kernel", lambda *_: kernel)
+    shape = KdaShape(heads, heads, dim, dim, batch_invariant=True)
+    selection = Backend("kernels", device).selection_of(shape, operator, "fused")
+    for count in (1, 2, 3):
+        memory = torch.randn(4, wide, device=device).bfloat16()[-count:]
+        q, k, v = memory[:, : 3 * dim].view(count, 3, heads, dim).unbind(1)
+        g = torch.zeros(count, heads, dim, dtype=torch.bfloat16, device=device)
+        gate = GateSpec.of(torch.zeros(heads, device=device), None, None)
+        tokens = TokenInputs.of(q, k, v, g, g[:, :, 0])
+        pool = torch.zeros(count, heads, dim, dim, device=device)
+        slots = torch.arange(count, dtype=torch.int32, device=device)
+        options = {"selection": selection}
+        if operator == "verify":
+            state, one = StateRef.pool(pool, slots[:, None]), torch.ones_like(slots)
+            kda_verify_step(tokens, gate, state, DraftInputs.in_pool(one), **options)
+        else:
+            kda_decode_step(tokens, gate, StateRef.pool(pool, slots), **options)
+    assert seen == [{(0, 0)}] * 3
 
 
 @pytest.mark.interpreter
