@@ -28,6 +28,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         known = [*getattr(arguments, name), "intel_amx", "torch_native"]
         monkeypatch.setattr(arguments, name, known)
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")  # an option sets it, for good
 
 
 def test_kda_layers_are_served_and_others_stay(
