@@ -7,9 +7,10 @@ fp32 states, K = V = 128 and an unbounded gate. ``records_us`` is ``kda_verify_s
 one launch, which folds what was accepted of the draft before, 1 to ``drafts`` tokens uniformly.
 ``commit_us`` is ``kda_commit_`` alone, for an engine that wants its states between steps, and
 ``alone_us`` the verification then, with nothing to fold. ``states_us`` has a slot of the pool for
-each token (vLLM's form), which leaves nothing to commit. Peers include their commits. ``floor_us``
-is the time of one state read and one written, of the records that are read and written and of
-the tokens, at the copy bandwidth of the same run. Graphs and cold states are as in
+each token (vLLM's form), which leaves nothing to commit. ``records_64_us`` and ``records_128_us``
+have so many key channels per inner step, whatever the table says. Peers include their commits.
+``floor_us`` is the time of one state read and one written, of the records that are read and written
+and of the tokens, at the copy bandwidth of the same run. Graphs and cold states are as in
 ``bench_kda_decode``. ``drift`` has errors of 2,000 steps of drafting and accepting.
 """
 
@@ -150,9 +151,9 @@ def measure(
     records = records_of(x)
     row: Row = {"H": heads, "batch": sequences, "drafts": tokens}
     row["records_us"] = time_us(from_records(x, selection, records), x)
-    for warps in (4, 8):
-        forced = only(KdaShape(heads, heads, DIM, DIM), "fused", "verify_records", num_warps=warps)
-        row[f"records_{warps}_warps_us"] = time_us(from_records(x, forced, records), x)
+    for inner in (64, 128):
+        forced = only(KdaShape(heads, heads, DIM, DIM), "fused", "verify_records", k_inner=inner)
+        row[f"records_{inner}_us"] = time_us(from_records(x, forced, records), x)
     row["commit_us"] = time_us(commit_of(x, selection, records), x)
     row["alone_us"] = time_us(from_records(x, selection, records, folds=False), x)
     row["states_us"] = time_us(from_states(x, selection), x)

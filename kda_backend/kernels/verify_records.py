@@ -40,6 +40,25 @@ from kda_backend.kernels.verify_step import (
 
 
 @triton.jit
+def at_token(p_token, number, strides):
+    """Pointers to q, k, v, the gate and beta of the token that comes ``number`` tokens later."""
+    return (
+        p_token[0] + number * strides[0],
+        p_token[1] + number * strides[1],
+        p_token[2] + number * strides[2],
+        p_token[3] + number * strides[3],
+        p_token[4] + number * strides[4],
+    )
+
+
+@triton.jit
+def load_inputs(p_token, m_k, m_v, exists):
+    """q, k, v and the gate of a token, zeros where there is none."""
+    p_q, p_k, p_v, p_g, _ = p_token
+    return load_token(p_q, p_k, p_v, p_g, m_k & exists, m_v & exists)
+
+
+@triton.jit
 def fold_held(
     b_state,
     records,
@@ -70,13 +89,15 @@ def fold_held(
 
 
 @triton.jit
-def store_folded(p_state, m_state, b_state):
-    """Stores a state once every thread has read the records that new ones replace; returns it as it
-    is stored."""
-    stored = as_stored(b_state, p_state.dtype.element_ty)
-    tl.store(p_state, stored, mask=m_state)
+def store_folded(p_state, m_state, m_stored, b_state):
+    """Stores a state, and waits until every thread has read the records that new ones replace.
+    Returns it as it is stored, which takes fewer registers to read again than to keep rounded."""
+    element = p_state.dtype.element_ty
+    tl.store(p_state, as_stored(b_state, element), mask=m_stored)
     tl.debug_barrier()
-    return stored.to(tl.float32)
+    if element != tl.float32:
+        b_state = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
+    return b_state
 
 
 @triton.jit(do_not_specialize=["null_slot", "tokens_per_sequence", "max_tokens"])
@@ -145,15 +166,13 @@ def verify_records_kernel(
     slot = tl.load(state_indices_ptr + i_n).to(tl.int64)
     row = tl.load(record_indices_ptr + i_n).to(tl.int64)
     accepted = accepted_records(num_accepted_ptr, i_n, max_tokens)
-
     o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < K, o_v < V
     p_out = out_ptr + bos * stride_out_t + i_hv * V + o_v
-    if (slot < 0) | (slot == null_slot):
+    # what a sequence without tokens holds, it goes on holding
+    if (slot < 0) | (slot == null_slot) | (num_tokens == 0):
         store_zeros(p_out, stride_out_t, num_tokens, m_v, BLOCK_V)
         return
-    if num_tokens == 0:
-        return  # what is held stays held
 
     o_state, m_state = state_tile(i_hv * (V * K) + o_v * K, m_v, K, BLOCK_K, K_INNER, KB_AXIS)
     p_state = state_ptr + slot * stride_state_n + o_state
@@ -167,7 +186,7 @@ def verify_records_kernel(
             b_state, (p_correction, p_key_gate), held, o_k, o_v, (m_k, m_v), gate, lower_bound,
             K=K, V=V, K_INNER=K_INNER, KB_AXIS=KB_AXIS, GATE=GATE, FAST_MATH=FAST_MATH,
         )  # fmt: skip
-        b_state = store_folded(p_state, m_state & (held > 0), b_state)
+        b_state = store_folded(p_state, m_state, m_state & (held > 0), b_state)
     if norm_weight_ptr is not None:
         b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
     c_q, masks = i_hv * K + o_k, (m_k, m_k, m_v)
@@ -189,17 +208,18 @@ def verify_records_kernel(
                 conv_state_ptr, strides, channels, masks, windows[0], windows[1], windows[2]
             )
             conv_state_ptr += stride_conv_state_w
-
-    p_q = q_ptr + bos * stride_q_t + i_h * K + o_k
-    p_k = k_ptr + bos * stride_k_t + i_h * K + o_k
-    p_v = v_ptr + bos * stride_v_t + i_hv * V + o_v
-    p_g = g_ptr + bos * stride_g_t + i_hv * K + o_k
-    p_beta = beta_ptr + bos * stride_beta_t + i_hv
-    kept = (m_k & (row >= 0), m_v & (row >= 0))
-    own = (kept[0], kept[0], kept[1])
+    strides_t = (stride_q_t, stride_k_t, stride_v_t, stride_g_t, stride_beta_t)
+    p_token = (q_ptr + i_h * K + o_k, k_ptr + i_h * K + o_k, v_ptr + i_hv * V + o_v,
+               g_ptr + i_hv * K + o_k, beta_ptr + i_hv)  # fmt: skip
+    p_token = at_token(p_token, bos, strides_t)
+    upcoming = load_inputs(p_token, m_k, m_v, True)
+    own = (m_k & (row >= 0), m_k & (row >= 0), m_v & (row >= 0))
     for i_t in range(num_tokens):
-        b_q, b_k, b_v, b_g = load_token(p_q, p_k, p_v, p_g, m_k, m_v)
-        beta = step_size(tl.load(p_beta), BETA, FAST_MATH)
+        b_q, b_k, b_v, b_g = upcoming
+        beta = step_size(tl.load(p_token[4]), BETA, FAST_MATH)
+        # the next token is requested before this one is computed
+        p_token = at_token(p_token, 1, strides_t)
+        upcoming = load_inputs(p_token, m_k, m_v, i_t + 1 < num_tokens)
         if conv_state_ptr is not None:
             element = conv_state_ptr.dtype.element_ty
             b_q, q0, q1, q2 = convolve(t_q, q0, q1, q2, b_q, element, FAST_MATH)
@@ -219,7 +239,7 @@ def verify_records_kernel(
             b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS
         )
         b_u = b_u if BY_NORM else b_delta
-        store_record(p_correction, p_key_gate, o_k, o_v, kept, (b_u, b_k, b_g), K)
+        store_record(p_correction, p_key_gate, o_k, o_v, own[1:], (b_u, b_k, b_g), K)
         p_correction += V
         p_key_gate += 2 * K
         b_o *= scale
@@ -227,9 +247,4 @@ def verify_records_kernel(
             p_gate = norm_gate_ptr + (bos + i_t) * stride_norm_gate_t + i_hv * V + o_v
             b_o = normalised(b_o, b_weight, p_gate, m_v, eps, V, FAST_MATH)
         tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_v)
-        p_q += stride_q_t
-        p_k += stride_k_t
-        p_v += stride_v_t
-        p_g += stride_g_t
-        p_beta += stride_beta_t
         p_out += stride_out_t

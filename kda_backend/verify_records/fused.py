@@ -10,7 +10,7 @@ from kda_backend.contract.values import CommitCall, VerifyCall
 from kda_backend.decode_step.fused import NO_CONV, NO_NORM, blocks_axis, step_constexprs
 from kda_backend.launch_params import FusedRecordsParams
 from kda_backend.spec import Gate
-from kda_backend.token_spec import TokenSpec, has_ptx
+from kda_backend.token_spec import TokenSpec, has_ptx, in_one_layout
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
@@ -28,20 +28,21 @@ COMMIT_AXES = dict.fromkeys(("state", "correction", "key_gate"), "ln")
 
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> TritonDraftRecords:
-    return TritonDraftRecords(row.params)
+    return TritonDraftRecords(row.params, batch_invariant=spec.batch_invariant)
 
 
 class TritonDraftRecords:
     """One launch for a draft of each sequence, where a program has the state of a head; and one for
     the fold of all layers, where it has some value rows of it."""
 
-    def __init__(self, params: FusedRecordsParams) -> None:
+    def __init__(self, params: FusedRecordsParams, *, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
         self._verify = functools.cache(functools.partial(verify_records_kernel, params))
         self._commit = functools.cache(functools.partial(commit_records_kernel, params))
 
     def prepare(self, call: VerifyCall) -> Callable[[VerifyCall], None]:
         kernel = self._verify(TokenSpec.of(call.tokens, call.gate), call.draft.by_norm)
-        return functools.partial(_run, kernel)
+        return functools.partial(_run, kernel, self._batch_invariant)
 
     def commit(self, call: CommitCall) -> None:
         layers, _, heads, value_dim, key_dim = call.states.shape
@@ -66,8 +67,10 @@ class TritonDraftRecords:
         )
 
 
-def _run(kernel: KernelLaunch, call: VerifyCall) -> None:
+def _run(kernel: KernelLaunch, batch_invariant: bool, call: VerifyCall) -> None:
     tokens, gate, state, draft, shape, conv, norm, out = call
+    if batch_invariant:
+        tokens = in_one_layout(tokens)
     q, k, v, g, beta = tokens[:5]
     num_tokens, value_heads = v.shape[:2]
     conv_state, conv_weight, conv_bias = conv or NO_CONV
