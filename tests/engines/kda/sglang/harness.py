@@ -135,7 +135,7 @@ class Served:
         from kda_backend.engines import sglang_layer, sglang_records  # a process may have no use
 
         attention = [layer.attn for layer in self.layers]
-        selection = sglang_layer._selection(attention, [], torch.device("cpu"), torch.bfloat16)
+        selection = sglang_layer._selection(self.runner, attention, [], torch.device("cpu"))
         assert selection is not None
         sglang_records.reserve(self.runner, attention[0], selection, one_launch=True)
 
