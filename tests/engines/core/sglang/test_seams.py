@@ -47,7 +47,14 @@ def test_a_package_for_the_release_before_serves_what_it_can_of_this_one() -> No
             " sglang.kernels.ops.attention.flash_mla_interface"
         ],
     }
-    assert changed == {"KDA layers": ["KDAAttnBackend.forward_decode", "TritonKDAKernel.extend"]}
+    assert changed == {
+        "KDA layers": ["KDAAttnBackend.forward_decode", "TritonKDAKernel.extend"],
+        "records of drafts of KDA layers": [
+            "HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+            "commit_mamba_states_after_verify",
+            "KVCacheConfigurator._handle_max_mamba_cache",
+        ],
+    }
 
 
 @NEWEST

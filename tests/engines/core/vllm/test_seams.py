@@ -33,13 +33,18 @@ def test_holding_imports_nothing() -> None:
 
 @NEWEST
 def test_a_package_for_the_release_before_serves_this_one() -> None:
-    """What was replaced and is another: only DeepSeek-V4.1's is a new feature, prefill context
-    parallelism."""
+    """What was replaced and is another: DeepSeek-V4.1's has a new feature, prefill context
+    parallelism, and Kimi-K3's records have left the pages of the cache."""
     changed, differs = releases.of_the_release_before("vllm", "0.32.0")
     assert differs == {}
     assert changed == {
         "KDA layers of Kimi-K3": ["KimiK3DeltaAttention._forward"],
         "KDA layers of Kimi-K3 on AMD": ["KimiK3DeltaAttention._forward"],
+        "records of drafts of Kimi-K3": [
+            "_kda_recoverssm_verify_kernel",
+            "_commit_kda_state_kernel",
+            "KimiK3DeltaAttention._recoverssm_verify",
+        ],
         "compressors of DeepSeek-V4": ["DeepseekCompressor.forward"],
         "compressors of DeepSeek-V4.1": [
             "DeepseekCompressor.forward",
