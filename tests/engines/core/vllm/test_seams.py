@@ -12,8 +12,8 @@ from tests.engines import releases
 VERSION = version("vllm")
 NEWEST = pytest.mark.skipif(VERSION != "0.33.0", reason="about the newest release")
 NOT_SERVED = {
-    # V4.1's requests without a ring wrote into one; a graph has no key of ours; there is no AliceAI;
-    # records lay in the pages of the cache
+    # V4.1's requests without a ring wrote into one; a graph has no key of ours; there is no
+    # AliceAI; records lay in the pages of the cache
     "0.32.0": {
         "compressors of DeepSeek-V4.1",
         "KDA layers inside of prefill graphs",
