@@ -248,7 +248,7 @@ def same_bits() -> list[str]:
         "Time with [`batch_invariant`](../reliability.md#the-same-bits-whatever-else-is-served)"
         " over that of what the table chooses by the size of the call. Before they were taken,"
         f" {report['equal']:,} of {report['requests']:,} random requests had the same bits alone"
-        " and among others.",
+        f" and {report['ways']} times among others.",
         "",
         *table(titles, cells),
     ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -303,9 +303,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         tables = self.selection.target.vendor != "cpu"
         # without lengths that cover every token, launches take a bound on the number of chunks
         if lengths is None or len(lengths) + 1 != len(cu_seqlens) or sum(lengths) != tokens:
-            step_plan = build_step_plan(cu_seqlens, tokens, cu_seqlens_cpu=None, chunk_table=tables)
-            if is_bucket:
-                step_plan = replace(step_plan, max_chunks=-(-tokens // CHUNK), long_sequences=1)
+            step_plan = build_step_plan(cu_seqlens, tokens, chunk_table=tables, as_one=is_bucket)
             parts = [_Part(slice(None), slice(None), step_plan)]
         else:
             parts = []

@@ -192,9 +192,17 @@ def attend(
         if (tables := tables_of_pass()) is None:
             run_step(module, weights, x, metadata, plans)
             return
-        segment = tables.segment(module.prefix, context.attn_metadata, out.shape[0], plans)
+        given = module.prefix, context.attn_metadata, out.shape[0], plans
+        decodes, prefills = tables.segments(*given)
+        runtime, pools, rows = module.kda_runtime, pools_of(module), slice(0, decodes.end)
+        decoded = Projections(
+            *(tensor[rows] for tensor in (qkv, g, beta, gate, torch.empty_like(out)))
+        )
+        run_segment(runtime, weights, decoded, pools, decodes)
         out.zero_()  # rows of padding stay zeros
-        run_segment(module.kda_runtime, weights, x, pools_of(module), segment)
+        run_segment(runtime, weights, x, pools, prefills)
+        is_decode = tables.is_decode[rows]
+        torch.where(is_decode, decoded.out, out[rows], out=out[rows])
     except Exception as error:
         log_failed_step(f"KDA layer {module.prefix}", error)
         raise

@@ -54,7 +54,6 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
                 cu_seqlens_cpu=bounds if known else None,
                 chunk_table=tables,
             ),
-            True,
         )
 
     def with_and_without_checkpoints(step: Segment) -> list[Segment]:
@@ -83,7 +82,6 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
                 continue
             step, known = prefills([1] * count), prefills([1] * count, known=True)
             for segment in (
-                replace(step, is_prefill=False),
                 decodes(count),
                 *with_and_without_checkpoints(step),
                 *with_and_without_checkpoints(known),

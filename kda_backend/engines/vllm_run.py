@@ -113,8 +113,6 @@ def run_segment(
     args = (weights, runtime.selection, x, conv_pool, state)
     if segment.step_plan is None:
         layer.decode(*args, pdl_prefetch_safe=not (is_first and segment.copied))
-    elif not segment.is_prefill:
-        layer.decode_or_start(*args, segment.step_plan)
     else:
         layer.prefill(
             *args,

@@ -32,8 +32,7 @@ class Segment:
     end: int
     state_indices: torch.Tensor
     has_initial_state: torch.Tensor | None
-    step_plan: StepPlan | None  # of decodes only where some may start a new sequence
-    is_prefill: bool = False
+    step_plan: StepPlan | None  # of prefills
     checkpoints: Checkpoints | None = None
     copied: bool = False
 
@@ -76,10 +75,8 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> V
             metadata of its own, with other slots: the requests and their lengths are the same.
     """
 
-    def plan(
-        what: str, first: int, bounds: torch.Tensor, tokens: int, host: torch.Tensor | None
-    ) -> StepPlan:
-        key = (what, first, bounds.shape[0], tokens, m.num_decodes, m.num_spec_decodes)
+    def plan(first: int, bounds: torch.Tensor, tokens: int, host: torch.Tensor | None) -> StepPlan:
+        key = (first, bounds.shape[0], tokens, m.num_decodes, m.num_spec_decodes)
         if key not in plans:
             plans[key] = build_step_plan(bounds, tokens, cu_seqlens_cpu=host, chunk_table=tables)
         return plans[key]
@@ -109,16 +106,8 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> V
     if begin:
         given = m.non_spec_state_indices_tensor[:begin]
         indices = given.contiguous()
-        # the bits of a decode may not depend on prefills beside it; with them it would run on the
-        # recurrent kernel, which can start a sequence: releases since 0.32 have no decode that does
-        if m.has_initial_state is None or selection.shape.batch_invariant:
-            copied = not given.is_contiguous()
-            decode = Segment(0, begin, indices, None, None, copied=copied)
-        else:
-            # beside prefills the engine says which rows continue: a prompt may have one token
-            bounds = m.non_spec_query_start_loc[: begin + 1]
-            initial = m.has_initial_state[:begin]
-            decode = Segment(0, begin, indices, initial, plan("decodes", 0, bounds, begin, None))
+        # beside prefills too these all go on: vLLM counts first tokens with the prefills
+        decode = Segment(0, begin, indices, None, None, copied=not given.is_contiguous())
     if m.num_prefills:
         for part in _calls(_prefills(m)):
             prefills.append(
@@ -127,8 +116,7 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> V
                     begin + part.end,
                     _aligned(part.slots),
                     _aligned(part.initial),
-                    plan("prefills", part.first, part.bounds, part.end - part.begin, part.host),
-                    True,
+                    plan(part.first, part.bounds, part.end - part.begin, part.host),
                     part.checkpoints,
                 )
             )
