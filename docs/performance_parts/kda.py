@@ -271,8 +271,8 @@ def verification() -> list[str]:
         "A step from the packed projections to the gated norm on fp32 states, times in µs: from"
         " [records](../families/kda.md#records-in-place-of-states), with a state for each drafted"
         " token, and what it takes at the copy bandwidth to read and write one state and everything"
-        " else once. Last is the time of sglang's faster verification, with its commit, over that from"
-        " records.",
+        " else once. Last is the time of sglang's faster verification, with its commit, over that"
+        " from records.",
         "",
         *by_size(["sequences", "drafted tokens"], times),
     ]
