@@ -14,7 +14,7 @@ sglang's KDA layers hand over
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,10 +31,11 @@ from kda_backend.contract.values import (
     StateRef,
     TokenInputs,
 )
+from kda_backend.engines.prefill_calls import divided
 from kda_backend.operators import kda_decode_step, kda_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
-from kda_backend.spec import CHUNK, Beta
+from kda_backend.spec import Beta
 from kda_backend.step_plan import StepPlan, build_step_plan
 
 
@@ -320,18 +321,6 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
                 parts.append(_Part(own, slice(begin, end), step_plan))
         self._pass = _Pass(cu_seqlens, tokens, parts, layer, capturing)
         return parts
-
-
-def divided(lengths: Sequence[int], most_chunks: int | None) -> Iterator[slice]:
-    """Requests of these lengths in calls of at most so many chunks, or of one request."""
-    first = chunks = 0
-    for n, length in enumerate(lengths):
-        own = -(-length // CHUNK)
-        if most_chunks is not None and own and chunks and chunks + own > most_chunks:
-            yield slice(first, n)
-            first, chunks = n, 0
-        chunks += own
-    yield slice(first, len(lengths))
 
 
 def split_rows(

@@ -21,6 +21,7 @@ from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend.contract.tensors import STATES
 from kda_backend.engines import vllm_cuts
+from kda_backend.engines.prefill_calls import PARTIAL_CHUNKS
 from kda_backend.engines.seam_list import K3_RECORDS
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
 from kda_backend.engines.vllm_run import Runtime, pools_of, run_segment, run_step
@@ -30,6 +31,7 @@ from kda_backend.prefill.arguments_sm90 import Track, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape, deterministic_prefix, rounded_prefix, select
+from kda_backend.spec import CHUNK
 
 _PLANS = "_kda_dsv4_plans"  # on vLLM's ForwardContext, of which each pass has its own
 
@@ -72,6 +74,7 @@ def runtime_of(
                 torch.device(vllm_config.device_config.device_type),
                 replace(shape, aligned_state=has_aligned_states(module)),
                 vllm_config.scheduler_config.max_num_seqs,
+                vllm_config.scheduler_config.max_num_batched_tokens,
                 0 if speculative is None else 1 + speculative.num_speculative_tokens,
                 vllm_config.parallel_config.use_ubatching,
                 checkpoints and vllm_config.cache_config.mamba_cache_mode == "align",
@@ -139,6 +142,7 @@ def _runtime(
     device: torch.device,
     shape: KdaShape,
     max_sequences: int,
+    max_tokens: int,
     max_draft: int,
     concurrent: bool,
     checkpoints: bool,
@@ -160,7 +164,8 @@ def _runtime(
     )
     # Two micro-batches run layers at the same time: each call then has memory of its own.
     scratch = None if concurrent else Scratch(device)
-    return Runtime(selection, scratch, max_sequences, max_draft, checkpoints)
+    most_chunks = -(-max_tokens // CHUNK) + PARTIAL_CHUNKS
+    return Runtime(selection, scratch, max_sequences, most_chunks, max_draft, checkpoints)
 
 
 def attend(

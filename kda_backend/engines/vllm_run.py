@@ -34,6 +34,7 @@ class Runtime:
 
     Attributes:
         scratch: ``None`` where layers run at the same time, so that each call has its own.
+        most_chunks: of the prefills of one call, where the host knows their lengths.
         max_draft: tokens of a draft; 0 without speculative decoding.
         checkpoints: prefills may be asked for states inside of their sequences.
     """
@@ -41,6 +42,7 @@ class Runtime:
     selection: KdaSelection
     scratch: Scratch | None
     max_sequences: int
+    most_chunks: int
     max_draft: int
     checkpoints: bool = False
 
@@ -57,7 +59,7 @@ def run_step(
     step = getattr(metadata, _STEP, None)
     is_first = step is None
     if step is None:
-        step = build_step(metadata, runtime.selection, plans)
+        step = build_step(metadata, runtime.selection, plans, runtime.most_chunks)
         setattr(metadata, _STEP, step)
     pools = pools_of(module)
     if step.draft is not None:
