@@ -1,0 +1,466 @@
+// The verification of drafts from records on Hopper, K = V = 128: what kernels/verify_records.py
+// computes, with one pass over a state for eight tokens.
+//
+// Of a head's state S, after what is held has been folded into it, and with D_t the product of the
+// decays of tokens 1 to t,
+//
+//     S_t k_t before its update = S D_t k_t + sum over i < t of (k_t D_t / D_i k_i) u_i
+//     u_t = beta_t (v_t / |k_t| - that / |k_t|^2)         S_t = S D_t + sum over i <= t of u_i (..)
+//     S_t q_t                   = S D_t q_t + sum over i <= t of (q_t D_t / D_i k_i) u_i
+//
+// so the state meets all tokens in one product, and what is left is a triangular recurrence for
+// each value row. D_t / D_i is multiplied up from the decays in between: nothing is divided, and a
+// decay may be 0.
+//
+// A head has SPLIT CTAs of eight warps, one for each 128 / SPLIT of its value rows, in a cluster:
+//
+//     threads  channels: convolution, norm's factors and gates of the tokens; decays of what is held
+//              -------- __syncthreads --------            cluster_arrive: have read window, records
+//     threads  columns k_t D_t and q_t D_t                                      (make_columns)
+//     warps    token i: k_t D_t / D_i k_i, and of q_t, for all t                (multiply_tokens)
+//              cluster_wait: windows and the keys and gates of records are stored
+//              -------- __syncthreads --------
+//     warps    16 rows, 128 / SPLIT channels: fold; store; S times the columns  (WarpState)
+//     warps    ROWS / 8 rows: recurrence, records' corrections, outputs         (Rows8)
+//              squares of the outputs to all CTAs, norm, output
+//
+// The product is one of tensor cores with three passes of TF32: each factor is the sum of two of its
+// numbers. Lane (g, l) = (lane / 4, lane % 4) has rows g and g + 8 of the 16, and of each 16
+// channels 4 l to 4 l + 3. They are operand A of two products as they lie there: a product may have
+// its channels in any order, and that of the columns is the same.
+//
+// SPLIT does not change the bits: sums over K are those of its quarters, and the norm's is a binary
+// tree over the head's rows. Nor does the number of tokens change those of an earlier one.
+//
+// Compile-time: SPLIT, MIN_BLOCKS per SM, GATE, BETA, L2NORM, HAS_CONV, HAS_BIAS, HAS_NORM,
+// HAS_WINDOWS (buffers, else they roll in their pool), CU_INT64, DT_* (step_elements.cuh).
+
+#include "verify_tokens.cuh"
+
+static constexpr int TILES = ROWS / 16;    // of rows: warps that share channels
+static constexpr int BLOCKS = 8 / SPLIT;   // of 16 channels that a warp has
+static constexpr int QUARTERS = 4 / SPLIT;  // of K that a warp has
+
+__device__ __forceinline__ float dot(float4 a, float4 b) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, a.x * b.x)));
+}
+__device__ __forceinline__ float4 multiply(float4 a, float4 b) {
+    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
+__device__ __forceinline__ float4 load4(const float* p) {
+    return *reinterpret_cast<const float4*>(p);
+}
+// The part of a number that TF32 has.
+__device__ __forceinline__ float high_tf32(float x) {
+    return __uint_as_float(__float_as_uint(x) & 0xffffe000u);
+}
+__device__ __forceinline__ float4 high_tf32(float4 x) {
+    return make_float4(high_tf32(x.x), high_tf32(x.y), high_tf32(x.z), high_tf32(x.w));
+}
+__device__ __forceinline__ float4 subtract(float4 a, float4 b) {
+    return make_float4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
+}
+// c += a b, of which a and b have four channels of each lane
+__device__ __forceinline__ void multiply_add(float (&c)[4], float4 a0, float4 a8, float4 b) {
+    mma_m16n8k8_tf32(c, a0.x, a8.x, a0.y, a8.y, b.x, b.y);
+    mma_m16n8k8_tf32(c, a0.z, a8.z, a0.w, a8.w, b.z, b.w);
+}
+
+// Columns k D and q D of the chunk's tokens; those of q begin at ``width``.
+__device__ __forceinline__ void make_columns(Shared& s, const Records& own, const Place& at,
+                                             int tokens, int width) {
+    const float* from = at.half ? own.k[0] : s.q[0];
+    float decay = 1.0f;
+#pragma unroll
+    for (int t = 0; t < CHUNK; ++t)
+        if (t < tokens) {
+            decay *= own.decay[t][at.channel];
+            s.columns[(at.half ? 0 : width) + t][at.channel] = from[t * D + at.channel] * decay;
+        }
+}
+
+// Sums of 16 numbers over a warp: that of x[j] in lanes 2 j and 2 j + 1.
+__device__ __forceinline__ float sums_of_16(float (&x)[16], int lane) {
+#pragma unroll
+    for (int n = 8; n > 0; n /= 2) {
+        const bool upper = lane & (2 * n);
+#pragma unroll
+        for (int j = 0; j < n; ++j) {
+            const float kept = upper ? x[j + n] : x[j], given = upper ? x[j] : x[j + n];
+            x[j] = kept + __shfl_xor_sync(0xffffffffu, given, 2 * n);
+        }
+    }
+    return x[0] + __shfl_xor_sync(0xffffffffu, x[0], 1);
+}
+
+// The products of the warp's token, k_i, with those from it on, and the norms of k_i and q_i.
+__device__ __forceinline__ void multiply_tokens(const Params& p, Shared& s, const Records& own,
+                                                const Place& at, int tokens) {
+    const int i = at.warp, c = 4 * at.lane;
+    if (i >= tokens) return;
+    float4 k = load4(&own.k[i][c]);
+    const float4 q = load4(&s.q[i][c]);
+    float x[2 * CHUNK] = {dot(k, k), dot(q, k)};
+#pragma unroll
+    for (int d = 1; d < CHUNK; ++d) {
+        x[2 * d] = x[2 * d + 1] = 0.0f;
+        if (i + d < tokens) {
+            k = multiply(k, load4(&own.decay[i + d][c]));
+            x[2 * d] = dot(k, load4(&own.k[i + d][c]));
+            x[2 * d + 1] = dot(k, load4(&s.q[i + d][c]));
+        }
+    }
+    float qq = dot(q, q);
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) qq += __shfl_xor_sync(0xffffffffu, qq, lane);
+    const float sum = sums_of_16(x, at.lane);
+    const int t = i + at.lane / 4;
+    if (at.lane == 0) {
+        s.r_k[i] = L2NORM ? rsqrtf(sum + 1e-6f) : 1.0f;
+        s.r_q[i] = p.scale * (L2NORM ? rsqrtf(qq + 1e-6f) : 1.0f);
+    } else if (at.lane % 2 == 0 && t < tokens) {
+        (at.lane % 4 ? s.qk : s.kk)[t][i] = sum;
+    }
+}
+
+// A warp's share of a state: 16 rows and BLOCKS of 16 channels.
+struct WarpState {
+    int row, column;  // the lane's first row of the CTA's, and its first channel
+    float4 state[2][BLOCKS];
+
+    __device__ __forceinline__ explicit WarpState(const Place& at)
+        : row(at.warp % TILES * 16 + at.lane / 4),
+          column(at.warp / TILES * (16 * BLOCKS) + at.lane % 4 * 4) {}
+
+    // The element of the lane's State4 or float4 (r, b).
+    __device__ __forceinline__ int place(int r, int b) const {
+        return (row + 8 * r) * D + column + 16 * b;
+    }
+    // From what the copy has brought. Lanes of odd rows begin with the second block of two: rows lie
+    // in the same banks.
+    __device__ __forceinline__ void take(const Shared& s) {
+        const State* const tile = reinterpret_cast<const State*>(s.tile);
+        const bool odd = row % 2;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b += 2) {
+                const float4 x = to_float4(
+                    *reinterpret_cast<const State4*>(tile + place(r, b + odd)));
+                const float4 y = to_float4(
+                    *reinterpret_cast<const State4*>(tile + place(r, b + !odd)));
+                state[r][b] = odd ? y : x;
+                state[r][b + 1] = odd ? x : y;
+            }
+    }
+    __device__ __forceinline__ void put_back(Shared& s) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b)
+                *reinterpret_cast<float4*>(s.tile + place(r, b)) = state[r][b];
+    }
+    __device__ __forceinline__ void take_back(const Shared& s) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b) state[r][b] = load4(s.tile + place(r, b));
+    }
+    __device__ __forceinline__ void fold(const Records& records, int count) {
+#pragma unroll 1
+        for (int t = 0; t < count; ++t) {
+            const float u[2] = {records.u[t][row], records.u[t][row + 8]};
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b) {
+                const float4 k = load4(&records.k[t][column + 16 * b]);
+                const float4 decay = load4(&records.decay[t][column + 16 * b]);
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float4 y = multiply(state[r][b], decay);
+                    state[r][b] = make_float4(fmaf(u[r], k.x, y.x), fmaf(u[r], k.y, y.y),
+                                              fmaf(u[r], k.z, y.z), fmaf(u[r], k.w, y.w));
+                }
+            }
+        }
+    }
+    // Stores the lane's share of the CTA's rows, ``to``, and goes on with it as it is stored.
+    __device__ __forceinline__ void store(State* to) {
+        State4* const own = reinterpret_cast<State4*>(to + place(0, 0));
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b) {
+                const State4 x = as_stored4(state[r][b]);
+                own[2 * D * r + 4 * b] = x;
+                state[r][b] = to_float4(x);
+            }
+    }
+    // The products with KINDS times eight columns, over the warp's channels.
+    template <int KINDS>
+    __device__ __forceinline__ void multiply_columns(Shared& s, const Place& at) const {
+        float sums[QUARTERS][KINDS][4];
+#pragma unroll
+        for (int i = 0; i < QUARTERS; ++i) {
+            float large[KINDS][4] = {}, small[KINDS][4] = {};
+#pragma unroll
+            for (int b = 2 * i; b < 2 * i + 2; ++b) {
+                const float4 high0 = high_tf32(state[0][b]), high8 = high_tf32(state[1][b]);
+                const float4 low0 = subtract(state[0][b], high0);
+                const float4 low8 = subtract(state[1][b], high8);
+#pragma unroll
+                for (int kind = 0; kind < KINDS; ++kind) {
+                    const float4 x =
+                        load4(&s.columns[CHUNK * kind + at.lane / 4][column + 16 * b]);
+                    const float4 high = high_tf32(x), low = subtract(x, high);
+                    multiply_add(large[kind], high0, high8, high);
+                    multiply_add(small[kind], low0, low8, high);
+                    multiply_add(small[kind], high0, high8, low);
+                }
+            }
+#pragma unroll
+            for (int kind = 0; kind < KINDS; ++kind)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    sums[i][kind][j] = large[kind][j] + small[kind][j];
+            if (i % 2 == 1) add<KINDS>(sums[i - 1], sums[i]);
+        }
+        if (QUARTERS == 4) add<KINDS>(sums[0], sums[QUARTERS / 2]);
+#pragma unroll
+        for (int kind = 0; kind < KINDS; ++kind)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                s.products[at.warp / TILES][CHUNK * kind + at.lane % 4 * 2 + j % 2]
+                          [row + j / 2 * 8] = sums[0][kind][j];
+    }
+    template <int KINDS>
+    __device__ __forceinline__ static void add(float (&to)[KINDS][4], const float (&x)[KINDS][4]) {
+#pragma unroll
+        for (int kind = 0; kind < KINDS; ++kind)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) to[kind][j] += x[kind][j];
+    }
+};
+
+// Sums by a binary tree.
+__device__ __forceinline__ float sum_of_parts(const float (&x)[SPLIT]) {
+    float pairs[2] = {x[0], 0.0f};
+#pragma unroll
+    for (int i = 0; i < SPLIT / 2; ++i) pairs[i] = x[2 * i] + x[2 * i + 1];
+    return SPLIT == 4 ? pairs[0] + pairs[1] : pairs[0];
+}
+__device__ __forceinline__ float sum_of_8(const float (&x)[8]) {
+    const float4 a = load4(x), b = load4(x + 4);
+    return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+}
+
+// The recurrence of a warp's ROWS / 8 rows: each has 2 SPLIT lanes, whose tokens are its own and
+// every 2 SPLIT-th after it.
+struct RowTokens {
+    static constexpr int COUNT = ROWS / WARPS, LANES = 32 / COUNT, TOKENS = CHUNK / LANES;
+    int lane, row;  // of the row's lanes; of the CTA's rows
+    u32 norm_weight, norm_gate[TOKENS];
+    float u[CHUNK], out[TOKENS];
+
+    __device__ __forceinline__ explicit RowTokens(const Place& at)
+        : lane(at.lane / COUNT), row(at.warp * COUNT + at.lane % COUNT) {}
+
+    __device__ __forceinline__ i64 place(const Rows& x, const Place& at, const Draft& draft,
+                                         int token) const {
+        return (draft.first + token) * x.stride + at.head * D + at.rank * ROWS + row;
+    }
+    __device__ __forceinline__ void fetch(const Params& p, const Place& at, const Draft& draft,
+                                          int first, int tokens) {
+        if (!HAS_NORM) return;
+        norm_weight = load_bits<DT_NORM>(p.norm_weight, at.rank * ROWS + row);
+#pragma unroll
+        for (int j = 0; j < TOKENS; ++j)
+            if (LANES * j + lane < tokens)
+                norm_gate[j] = load_bits<DT_Z>(
+                    p.norm_gate.ptr, place(p.norm_gate, at, draft, first + LANES * j + lane));
+    }
+    // The state's product with a column.
+    __device__ __forceinline__ float product(const Shared& s, int column) const {
+        float x[SPLIT];
+#pragma unroll
+        for (int i = 0; i < SPLIT; ++i) x[i] = s.products[i][column][row];
+        return sum_of_parts(x);
+    }
+    // Makes the corrections, and stores them.
+    __device__ __forceinline__ void correct(const Params& p, Shared& s, Records& own,
+                                            const Place& at, const Draft& draft, int first,
+                                            int tokens) {
+        float* const to = static_cast<float*>(p.correction.ptr);
+#pragma unroll
+        for (int t = 0; t < CHUNK; ++t)
+            if (t < tokens) {
+                float x = product(s, t);
+#pragma unroll
+                for (int i = 0; i < t; ++i) x = fmaf(s.kk[t][i], u[i], x);
+                const float delta = s.beta[t] * fmaf(-s.r_k[t], x, s.v[t][row]);
+                u[t] = s.r_k[t] * delta;
+                if (lane != t % LANES) continue;
+                own.u[t][row] = u[t];
+                if (draft.row >= 0)
+                    to[draft.correction(p, at, first + t) + row] = p.by_norm ? u[t] : delta;
+            }
+    }
+    __device__ __forceinline__ void multiply(const Shared& s, int tokens, int width) {
+#pragma unroll
+        for (int j = 0; j < TOKENS; ++j) {
+            const int t = LANES * j + lane;
+            out[j] = 0.0f;
+            if (t >= tokens) continue;
+            float y = product(s, width + t);
+#pragma unroll
+            for (int i = 0; i < CHUNK; ++i)
+                if (i <= t) y = fmaf(s.qk[t][i], u[i], y);
+            out[j] = s.r_q[t] * y;
+        }
+    }
+    // Divides by the root mean square over the head's rows; ``phase``: the chunk's parity.
+    __device__ __forceinline__ void normalise(const Params& p, Shared& s, const Place& at,
+                                              int tokens, int phase) {
+#pragma unroll
+        for (int j = 0; j < TOKENS; ++j) {
+            const int t = LANES * j + lane;
+            float sum = fmaf(out[j], out[j], 0.0f);
+#pragma unroll
+            for (int x = 1; x < COUNT; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+            if (t < tokens) {
+                out[j] *= to_float<DT_NORM>(norm_weight) * sigmoid(to_float<DT_Z>(norm_gate[j]));
+                if (at.lane % COUNT == 0) s.squares[t][at.warp] = sum;
+            }
+        }
+        __syncthreads();
+        if (SPLIT > 1) {
+            const int t = at.t / SPLIT;
+            if (t < tokens)
+                store_shared_remote(sum_of_8(s.squares[t]), &s.totals[t][at.rank],
+                                    s.norm_ready, at.t % SPLIT);
+            s.norm_ready.wait(phase);
+        }
+#pragma unroll
+        for (int j = 0; j < TOKENS; ++j) {
+            const int t = LANES * j + lane;
+            if (t >= tokens) continue;
+            const float sum = SPLIT == 1 ? sum_of_8(s.squares[t]) : sum_of_parts(s.totals[t]);
+            out[j] *= rsqrtf(sum * (1.0f / D) + p.eps);
+        }
+    }
+    __device__ __forceinline__ void store_out(const Params& p, const Place& at, const Draft& draft,
+                                              int first, int tokens) const {
+#pragma unroll
+        for (int j = 0; j < TOKENS; ++j) {
+            const int t = LANES * j + lane;
+            if (t < tokens) store<DT_X>(p.out.ptr, place(p.out, at, draft, first + t), out[j]);
+        }
+    }
+};
+
+// The totals of so many tokens will come from the head's CTAs.
+__device__ __forceinline__ void expect_totals(Shared& s, const Place& at, int tokens) {
+    if (HAS_NORM && SPLIT > 1 && at.t == 0 && tokens > 0)
+        s.norm_ready.arrive_and_expect_tx(min(tokens, CHUNK) * sizeof(s.totals[0]));
+}
+// Begins to copy the CTA's rows of the state.
+__device__ __forceinline__ void fetch_state(Shared& s, const Place& at, const State* from) {
+    constexpr u32 BYTES = sizeof(State) * ROWS * D;
+    if (at.t != 0) return;
+    s.arrived.init(1);
+    if (HAS_NORM && SPLIT > 1) s.norm_ready.init(1);
+    fence_barrier_init();
+    tma_store_fence();
+    s.arrived.arrive_and_expect_tx(BYTES);
+    bulk_copy_g2s(s.tile, from, BYTES, s.arrived, create_policy<EVICT_NORMAL>());
+}
+
+#if SPLIT > 1
+#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
+    verify_records(const __grid_constant__ Params p) {
+    Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
+    const Place at(p);
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+    const Draft draft(p, at.n);
+    // what a sequence without tokens holds, it goes on holding
+    if (draft.padded(p) || draft.tokens <= 0) {  // the same in all CTAs of the head
+        const RowTokens rows(at);
+        for (int t = rows.lane; t < draft.tokens; t += rows.LANES)
+            store<DT_X>(p.out.ptr, rows.place(p.out, at, draft, t), 0.0f);
+        return;
+    }
+    State* const pool = static_cast<State*>(p.state.ptr) + draft.slot * p.state.stride +
+                        at.head * (D * D) + at.rank * (ROWS * D);
+    fetch_state(s, at, pool);
+    expect_totals(s, at, draft.tokens);
+    // Records that are folded before the draft's first chunk: chunks of what is held alone.
+    const int early = draft.held() > CHUNK ? (draft.held() - 1) / CHUNK * CHUNK : 0;
+#pragma unroll 1
+    for (int first = -early; first < draft.tokens; first += CHUNK) {
+        const int tokens = first < 0 ? 0 : min(draft.tokens - first, CHUNK);
+        const int folds = first == 0 ? draft.held() - early : CHUNK;
+        const int phase = first / CHUNK & 1, width = tokens > CHUNK / 2 ? CHUNK : CHUNK / 2;
+        const bool more = first + CHUNK < draft.tokens;
+        Records& own = s.records[phase];
+        Records& before = s.records[1 - phase];
+        const Place at(p);
+        Inputs inputs = {};
+        inputs.fetch(p, at, draft, first, tokens);
+        if (first <= 0) {
+            Held held = {};
+            held.fetch(p, at, draft, first + early, folds);
+            held.to_shared(p, before, at, inputs, folds);
+        }
+        inputs.activate(p, s, own, at, tokens);
+        __syncthreads();
+        if (SPLIT > 1 && first == 0) cluster_arrive_relaxed();  // has read windows and records
+        make_columns(s, own, at, tokens, width);
+        multiply_tokens(p, s, own, at, tokens);
+        if (SPLIT > 1 && first == 0) cluster_wait();
+        inputs.store_tokens(p, own, at, draft, first, tokens);
+        __syncthreads();
+        WarpState state{Place(p)};
+        if (first == -early) {
+            s.arrived.wait(0);
+            state.take(s);
+        } else {
+            state.take_back(s);
+        }
+        state.fold(before, folds);
+        if (first == 0 && draft.held() > 0) state.store(pool);
+        if (more) {
+            if (DT_STATE != 2) __syncthreads();  // all have taken what the copy has brought
+            state.put_back(s);
+        }
+        if (first >= 0) {
+            RowTokens rows(at);
+            if (width == CHUNK) {
+                state.multiply_columns<2>(s, at);
+            } else {
+                state.multiply_columns<1>(s, at);
+            }
+            if (SPLIT == 1) {
+                __syncwarp();
+            } else {
+                __syncthreads();
+            }
+            rows.fetch(p, at, draft, first, tokens);
+            rows.correct(p, s, own, at, draft, first, tokens);
+            rows.multiply(s, tokens, width);
+            if (HAS_NORM) rows.normalise(p, s, at, tokens, phase);
+            rows.store_out(p, at, draft, first, tokens);
+            expect_totals(s, at, draft.tokens - first - CHUNK);
+        }
+        if (!more) return;
+        if (SPLIT == 1) {
+            __syncthreads();
+        } else {
+            cluster_sync();
+        }
+    }
+}

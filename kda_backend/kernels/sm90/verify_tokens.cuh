@@ -1,0 +1,274 @@
+// The tokens of a draft and what is held of the draft before, in a verification from records.
+//
+// Of a head's 256 threads half 0 has a channel of q and one of v, half 1 one of k and of the gate.
+// Up to CHUNK tokens are computed at a time.
+#pragma once
+
+#include "step_elements.cuh"
+#include "params.cuh"
+
+static constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = D / SPLIT;
+static constexpr int CHUNK = 8;  // tokens: columns of a matrix instruction
+
+// Records of up to CHUNK tokens: S becomes S diag(decay) + u k^T, token by token.
+struct Records {
+    float k[CHUNK][D], decay[CHUNK][D], u[CHUNK][ROWS];
+};
+struct __align__(128) Shared {
+    float tile[ROWS * D];  // the state as memory has it, then in fp32 between two chunks
+    Records records[2];    // of this chunk, and of the tokens before it
+    union {
+        float q[CHUNK][D];
+        float products[SPLIT][2 * CHUNK][ROWS + 4];  // of state and columns, by parts of K
+    };
+    float columns[2 * CHUNK][D + 16];  // of the tokens' k, then q, times the decay since the state
+    float v[CHUNK][ROWS];
+    // of tokens t and i <= t: k_t and q_t times k_i, decayed by the tokens in between
+    float kk[CHUNK][CHUNK], qk[CHUNK][CHUNK];
+    float beta[CHUNK], r_q[CHUNK], r_k[CHUNK];  // step sizes; factors of q and k
+    float squares[CHUNK][WARPS], totals[CHUNK][SPLIT];  // of the outputs, by warps and by CTAs
+    ClusterTransactionBarrier arrived;     // the state is there
+    ClusterTransactionBarrier norm_ready;  // the totals of all CTAs are there
+};
+// Read by the host from the compiled kernel.
+template __global__ void shared_bytes<sizeof(Shared)>();
+
+struct Place {
+    int t, warp, lane, half, channel;
+    int rank, head;  // CTA of the head's cluster; value head
+    i64 n;           // sequence
+
+    __device__ __forceinline__ explicit Place(const Params& p)
+        : t(reread_thread_index()), warp(t / 32), lane(t % 32), half(t / D), channel(t % D),
+          rank(blockIdx.x % SPLIT), head(blockIdx.x / SPLIT % p.heads),
+          n(blockIdx.x / SPLIT / p.heads) {}
+};
+
+// A sequence's draft.
+struct Draft {
+    i64 slot, row, first;  // of states; of records; its first token
+    int tokens, accepted;
+
+    __device__ __forceinline__ Draft(const Params& p, i64 n)
+        : slot(p.indices[n]), row(p.record_indices[n]), first(n * p.tokens_per_sequence),
+          tokens(p.tokens_per_sequence), accepted(p.num_accepted ? p.num_accepted[n] : 0) {
+        if (p.cu_seqlens) {
+            first = offset(p.cu_seqlens, n);
+            tokens = static_cast<int>(offset(p.cu_seqlens, n + 1) - first);
+        }
+        tokens = min(tokens, p.max_tokens);
+        accepted = max(min(accepted, p.max_tokens), 0);
+    }
+    __device__ __forceinline__ static i64 offset(const void* cu_seqlens, i64 n) {
+        return CU_INT64 ? static_cast<const i64*>(cu_seqlens)[n]
+                        : static_cast<i64>(static_cast<const int*>(cu_seqlens)[n]);
+    }
+    __device__ __forceinline__ int held() const { return row >= 0 ? accepted : 0; }
+    __device__ __forceinline__ bool padded(const Params& p) const {
+        return slot < 0 || slot == p.null_slot;
+    }
+    __device__ __forceinline__ i64 correction(const Params& p, const Place& at, int token) const {
+        return row * p.correction.stride +
+               (at.head * p.max_tokens + token) * D + at.rank * ROWS;
+    }
+    __device__ __forceinline__ i64 key_gate(const Params& p, const Place& at, int token) const {
+        return row * p.key_gate.stride + (at.head * p.max_tokens + token) * (2 * D) + at.channel;
+    }
+};
+
+// Rows of a tensor from an element on.
+struct Column {
+    const void* ptr;
+    i64 at, stride;
+
+    template <int TYPE>
+    __device__ __forceinline__ u32 load(int row) const {
+        return load_bits<TYPE>(ptr, at + row * stride);
+    }
+};
+
+// A channel of the short convolution, or of its output where there is none: the tokens of a chunk,
+// which begins with token ``first`` of the draft.
+struct Channel {
+    int number;
+    Taps taps;
+    u32 bias, window[3];  // the three inputs before, as the pool has them
+    u32 x[CHUNK];
+
+    __device__ __forceinline__ void fetch(const Params& p, const Draft& draft, const Column& from,
+                                          int channel, int first, int tokens) {
+        number = channel;
+#pragma unroll
+        for (int t = 0; t < CHUNK; ++t)
+            if (t < tokens) x[t] = from.load<DT_X>(t);
+        if (!HAS_CONV) return;
+        const int column = HAS_WINDOWS ? 0 : max(draft.accepted - 1, 0);
+#pragma unroll
+        for (int i = 0; i < 3; ++i)
+            window[i] = first ? as_kept(from.load<DT_X>(i - 3))
+                              : load_bits<DT_CONV>(p.conv_state.ptr, place(p, draft, column + i));
+        taps = static_cast<const Taps*>(p.conv_weight)[channel];
+        if (HAS_BIAS) bias = load_bits<DT_BIAS>(p.conv_bias, channel);
+    }
+    __device__ __forceinline__ i64 place(const Params& p, const Draft& draft, int column) const {
+        return draft.slot * p.conv_state.stride_n + number * p.conv_state.stride_c +
+               column * p.conv_state.stride_w;
+    }
+    __device__ __forceinline__ static u32 as_kept(u32 x) {
+        return DT_CONV == DT_X ? x : to_bits<DT_CONV>(to_float<DT_X>(x));
+    }
+    // To y[token][channel]: the activated tokens, rounded to their type if ``rounds``.
+    __device__ __forceinline__ void activate(float* y, int row, bool rounds, int tokens) const {
+        float w[3] = {}, start = 0.0f;
+        float4 by = {};
+        if (HAS_CONV) {
+            by = taps_of(taps);
+            if (HAS_BIAS) start = to_float<DT_BIAS>(bias);
+#pragma unroll
+            for (int i = 0; i < 3; ++i) w[i] = to_float<DT_CONV>(window[i]);
+        }
+#pragma unroll
+        for (int t = 0; t < CHUNK; ++t)
+            if (t < tokens) {
+                const float input = to_float<DT_X>(x[t]);
+                float z = HAS_CONV ? convolve(by, start, w[0], w[1], w[2], input) : input;
+                if (HAS_CONV && rounds) z = to_float<DT_X>(to_bits<DT_X>(z));
+                y[t * row] = z;
+                w[0] = w[1];
+                w[1] = w[2];
+                w[2] = DT_CONV == DT_X ? input : to_float<DT_CONV>(as_kept(x[t]));
+            }
+    }
+    // Stores what the tokens leave of the window.
+    __device__ __forceinline__ void store_window(const Params& p, const Draft& draft, int first,
+                                                 int tokens) const {
+        if (!HAS_CONV || (HAS_WINDOWS && draft.row < 0)) return;
+        if (!HAS_WINDOWS && first == 0)
+            for (int i = 0; i < 2; ++i)
+                store_bits<DT_CONV>(p.conv_state.ptr, place(p, draft, i), window[i + 1]);
+        u32 w[3] = {window[0], window[1], window[2]};
+#pragma unroll
+        for (int t = 0; t < CHUNK; ++t)
+            if (t < tokens) {
+                w[0] = w[1];
+                w[1] = w[2];
+                w[2] = as_kept(x[t]);
+                if (!HAS_WINDOWS) {
+                    store_bits<DT_CONV>(p.conv_state.ptr, place(p, draft, 2 + first + t), w[2]);
+                    continue;
+                }
+                const i64 at = draft.row * p.windows.stride_n + (first + t) * p.windows.stride_t +
+                               number * p.windows.stride_c;
+#pragma unroll
+                for (int i = 0; i < 3; ++i)
+                    store<DT_WINDOWS>(p.windows.ptr, at + i * p.windows.stride_w,
+                                      to_float<DT_CONV>(w[i]));
+            }
+    }
+};
+
+// A thread's inputs of a chunk: of q or k, and of v or the gate.
+struct Inputs {
+    Channel key, value;
+    u32 beta, a_log, dt_bias;
+
+    __device__ __forceinline__ static bool has_value(const Place& at) {
+        return at.half == 0 && at.channel < ROWS;
+    }
+    __device__ __forceinline__ void fetch(const Params& p, const Place& at, const Draft& draft,
+                                          int first, int tokens) {
+        const i64 token = draft.first + first;
+        const Rows of_key = at.half ? p.k : p.q;
+        const int key_channel = at.head / p.heads_per_key * D + at.channel;
+        const Column keys = {of_key.ptr, token * of_key.stride + key_channel, of_key.stride};
+        key.fetch(p, draft, keys, (at.half * p.heads + at.head) * D + at.channel, first, tokens);
+        const int own = at.head * D + at.channel;
+        if (at.half) {
+#pragma unroll
+            for (int t = 0; t < CHUNK; ++t)
+                if (t < tokens) value.x[t] = load_bits<DT_X>(p.g.ptr, (token + t) * p.g.stride + own);
+        } else if (has_value(at)) {
+            const int channel = own + at.rank * ROWS;
+            const Column values = {p.v.ptr, token * p.v.stride + channel, p.v.stride};
+            value.fetch(p, draft, values, 2 * p.heads * D + channel, first, tokens);
+        }
+        a_log = p.a_log ? load_bits<DT_A>(p.a_log, at.head) : 0;
+        dt_bias = p.dt_bias ? load_bits<DT_DT>(p.dt_bias, own) : 0;
+        if (at.t < tokens)
+            beta = load_bits<DT_BETA>(p.beta.ptr, (token + at.t) * p.beta.stride + at.head);
+    }
+    // Its decay_of a gate in the tokens' type.
+    __device__ __forceinline__ float decay(const Params& p, u32 gate) const {
+        return decay_of(to_float<DT_X>(gate), to_float<DT_A>(a_log), to_float<DT_DT>(dt_bias),
+                        p.lower_bound);
+    }
+    // q, k, v, decays and step sizes of the chunk's tokens. Behind a convolution k is rounded to the
+    // tokens' type, so that its record is exact.
+    __device__ __forceinline__ void activate(const Params& p, Shared& s, Records& own,
+                                             const Place& at, int tokens) const {
+        key.activate(&(at.half ? own.k : s.q)[0][at.channel], D, at.half, tokens);
+        if (at.half) {
+#pragma unroll
+            for (int t = 0; t < CHUNK; ++t)
+                if (t < tokens) own.decay[t][at.channel] = decay(p, value.x[t]);
+        } else if (has_value(at)) {
+            value.activate(&s.v[0][at.channel], ROWS, false, tokens);
+        }
+        if (at.t < tokens) s.beta[at.t] = activate_beta<BETA>(to_float<DT_BETA>(beta));
+    }
+    // Windows of the convolution, and keys and gates of records, for which every CTA of the head
+    // must have read those before.
+    __device__ __forceinline__ void store_tokens(const Params& p, const Records& own,
+                                                 const Place& at, const Draft& draft, int first,
+                                                 int tokens) const {
+        if (has_value(at)) value.store_window(p, draft, first, tokens);
+        if (at.rank != 0) return;
+        key.store_window(p, draft, first, tokens);
+        if (at.half == 0 || draft.row < 0) return;
+#pragma unroll
+        for (int t = 0; t < CHUNK; ++t)
+            if (t < tokens) {
+                const i64 to = draft.key_gate(p, at, first + t);
+                store<DT_X>(p.key_gate.ptr, to, own.k[t][at.channel]);
+                store_bits<DT_X>(p.key_gate.ptr, to + D, value.x[t]);
+            }
+    }
+};
+
+// A thread's share of up to CHUNK records that are held, those of its half's parity.
+struct Held {
+    u32 k[CHUNK / 2], g[CHUNK / 2];
+    float u[CHUNK / 2 / SPLIT];
+
+    __device__ __forceinline__ void fetch(const Params& p, const Place& at, const Draft& draft,
+                                          int first, int count) {
+        const float* correction = static_cast<const float*>(p.correction.ptr);
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; ++i)
+            if (2 * i + at.half < count) {
+                const i64 from = draft.key_gate(p, at, first + 2 * i + at.half);
+                k[i] = load_bits<DT_X>(p.key_gate.ptr, from);
+                g[i] = load_bits<DT_X>(p.key_gate.ptr, from + D);
+            }
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2 / SPLIT; ++i)
+            if (token(at, i) < count)
+                u[i] = correction[draft.correction(p, at, first + token(at, i)) + at.t % ROWS];
+    }
+    // The token of the thread's i-th correction.
+    __device__ __forceinline__ static int token(const Place& at, int i) {
+        return 2 * SPLIT * i + at.t / ROWS;
+    }
+    __device__ __forceinline__ void to_shared(const Params& p, Records& to, const Place& at,
+                                              const Inputs& inputs, int count) const {
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; ++i)
+            if (2 * i + at.half < count) {
+                to.k[2 * i + at.half][at.channel] = to_float<DT_X>(k[i]);
+                to.decay[2 * i + at.half][at.channel] = inputs.decay(p, g[i]);
+            }
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2 / SPLIT; ++i)
+            if (token(at, i) < count) to.u[token(at, i)][at.t % ROWS] = u[i];
+    }
+};
