@@ -127,7 +127,11 @@ def verify_records_kernel(
 
 
 def commit_records_kernel(
-    params: FusedRecordsParams | FusedRecordsSm90Params, key_dim: int, value_dim: int, gate: Gate, fast_math: bool
+    params: FusedRecordsParams | FusedRecordsSm90Params,
+    key_dim: int,
+    value_dim: int,
+    gate: Gate,
+    fast_math: bool,
 ) -> tuple[KernelLaunch, int]:
     """The kernel of the fold, as its path launches it, and its programs per head."""
     import triton

@@ -1,5 +1,5 @@
-"""The verification of drafts from records on Hopper in CUDA C++ (kernels/sm90/verify_records.cu), for
-K = V = 128; records are folded by the Triton kernel."""
+"""The verification of drafts from records on Hopper in CUDA C++ (kernels/sm90/verify_records.cu),
+for K = V = 128; `kda_commit_` stays with Triton's kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "verify_records.cu"
 THREADS = 256
-CTAS_PER_SM = {1: 2, 2: 2, 4: 2}  # by CTAs of a head
+CTAS_PER_SM = {1: 2, 2: 2, 4: 3}  # by CTAs of a head
 PARAMS = CudaParams(
     (
         ("q", "Rows"),  # [tokens, H, 128], like k
@@ -83,7 +83,7 @@ class FusedRecordsSm90:
     """
 
     def __init__(self, params: FusedRecordsSm90Params) -> None:
-        self._split, self._fold = params.split, RecordsFold(params)
+        self._params, self._fold = params, RecordsFold(params)
         self._kernels: dict[tuple[tuple[str, int], ...], CudaKernel] = {}
 
     def commit(self, call: CommitCall) -> None:
@@ -121,10 +121,12 @@ class FusedRecordsSm90:
     def _launch_of(self, call: VerifyCall) -> Callable[[list[int]], None]:
         """The launch of calls alike, of the addresses that the parameters begin with."""
         tokens, gate, state, draft, shape, conv, norm, out = call
-        kernel = self.kernel(defines_of(self._split, call))
-        rows = {"q": tokens.q, "k": tokens.k, "v": tokens.v, "g": tokens.g, "beta": tokens.beta}
-        rows |= {"state": state.write, "out": out, "norm_gate": norm and norm.gate}
-        rows |= {"correction": draft.correction, "key_gate": draft.key_gate}
+        kernel = self.kernel(defines_of(self._params, call))
+        rows: dict[str, torch.Tensor | None] = {
+            **{"q": tokens.q, "k": tokens.k, "v": tokens.v, "g": tokens.g, "beta": tokens.beta},
+            **{"state": state.write, "correction": draft.correction, "key_gate": draft.key_gate},
+            **{"norm_gate": None if norm is None else norm.gate, "out": out},
+        }
         strides = {name: (0,) if x is None else x.stride()[:1] for name, x in rows.items()}
         strides["conv_state"] = (0, 0, 0) if conv is None else conv.state.stride()
         strides["windows"] = (0,) * 4 if draft.windows is None else draft.windows.stride()
@@ -141,11 +143,11 @@ class FusedRecordsSm90:
             scale=tokens.scale,
             eps=0.0 if norm is None else norm.eps,
         )
-        ctas = shape.num_sequences * value_heads * self._split
+        ctas = shape.num_sequences * value_heads * self._params.split
         return lambda addresses: kernel(ctas, THREADS, params(*addresses), pdl=True)
 
 
-def defines_of(split: int, call: VerifyCall) -> dict[str, int]:
+def defines_of(params: FusedRecordsSm90Params, call: VerifyCall) -> dict[str, int]:
     """Preprocessor constants of the kernel that serves a call."""
     tokens, gate, state, draft, _, conv, norm, _ = call
     conv_state, taps, bias = conv or (None, None, None)
@@ -157,8 +159,8 @@ def defines_of(split: int, call: VerifyCall) -> dict[str, int]:
     }
     wide = draft.cu_seqlens is not None and draft.cu_seqlens.dtype == torch.int64
     return {
-        "SPLIT": split,
-        "MIN_BLOCKS": CTAS_PER_SM[split],
+        "SPLIT": params.split,
+        "MIN_BLOCKS": CTAS_PER_SM[params.split],
         "GATE": int(gate.kind),
         "BETA": int(tokens.beta_kind),
         "L2NORM": int(tokens.l2norm),

@@ -40,6 +40,7 @@
 static constexpr int TILES = ROWS / 16;    // of rows: warps that share channels
 static constexpr int BLOCKS = 8 / SPLIT;   // of 16 channels that a warp has
 static constexpr int QUARTERS = 4 / SPLIT;  // of K that a warp has
+static constexpr int FOLD_UNROLL = SPLIT == 4 ? 2 : 1;  // records at a time
 
 __device__ __forceinline__ float dot(float4 a, float4 b) {
     return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, a.x * b.x)));
@@ -69,14 +70,21 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], float4 a0, float4 a8
 // Columns k D and q D of the chunk's tokens; those of q begin at ``width``.
 __device__ __forceinline__ void make_columns(Shared& s, const Records& own, const Place& at,
                                              int tokens, int width) {
-    const float* from = at.half ? own.k[0] : s.q[0];
+    const float* from = &(at.half ? own.k : s.q)[0][at.channel];
+    float* const to = &s.columns[at.half ? 0 : width][at.channel];
     float decay = 1.0f;
 #pragma unroll
-    for (int t = 0; t < CHUNK; ++t)
-        if (t < tokens) {
-            decay *= own.decay[t][at.channel];
-            s.columns[(at.half ? 0 : width) + t][at.channel] = from[t * D + at.channel] * decay;
+    for (int first = 0; first < CHUNK; first += GROUP) {
+        if (first >= tokens) break;
+        float x[GROUP];
+#pragma unroll
+        for (int t = 0; t < GROUP; ++t) {
+            decay *= own.decay[first + t][at.channel];
+            x[t] = from[(first + t) * D] * decay;
         }
+#pragma unroll
+        for (int t = 0; t < GROUP; ++t) to[(first + t) * COLUMN] = x[t];
+    }
 }
 
 // Sums of 16 numbers over a warp: that of x[j] in lanes 2 j and 2 j + 1.
@@ -102,12 +110,16 @@ __device__ __forceinline__ void multiply_tokens(const Params& p, Shared& s, cons
     const float4 q = load4(&s.q[i][c]);
     float x[2 * CHUNK] = {dot(k, k), dot(q, k)};
 #pragma unroll
-    for (int d = 1; d < CHUNK; ++d) {
-        x[2 * d] = x[2 * d + 1] = 0.0f;
-        if (i + d < tokens) {
-            k = multiply(k, load4(&own.decay[i + d][c]));
-            x[2 * d] = dot(k, load4(&own.k[i + d][c]));
-            x[2 * d + 1] = dot(k, load4(&s.q[i + d][c]));
+    for (int d = 1; d < CHUNK; ++d) x[2 * d] = x[2 * d + 1] = 0.0f;
+#pragma unroll
+    for (int first = 0; first < CHUNK; first += GROUP) {
+        if (i + max(first, 1) >= tokens) break;
+#pragma unroll
+        for (int d = max(first, 1); d < first + GROUP; ++d) {
+            const int t = min(i + d, CHUNK - 1);  // what is not a token's is not taken
+            k = multiply(k, load4(&own.decay[t][c]));
+            x[2 * d] = dot(k, load4(&own.k[t][c]));
+            x[2 * d + 1] = dot(k, load4(&s.q[t][c]));
         }
     }
     float qq = dot(q, q);
@@ -166,10 +178,10 @@ struct WarpState {
 #pragma unroll
             for (int b = 0; b < BLOCKS; ++b) state[r][b] = load4(s.tile + place(r, b));
     }
-    __device__ __forceinline__ void fold(const Records& records, int count) {
-#pragma unroll 1
+    __device__ __forceinline__ void fold(const Shared& s, const Records& records, int count) {
+#pragma unroll FOLD_UNROLL
         for (int t = 0; t < count; ++t) {
-            const float u[2] = {records.u[t][row], records.u[t][row + 8]};
+            const float u[2] = {s.u[t][row], s.u[t][row + 8]};
 #pragma unroll
             for (int b = 0; b < BLOCKS; ++b) {
                 const float4 k = load4(&records.k[t][column + 16 * b]);
@@ -258,25 +270,14 @@ __device__ __forceinline__ float sum_of_8(const float (&x)[8]) {
 struct RowTokens {
     static constexpr int COUNT = ROWS / WARPS, LANES = 32 / COUNT, TOKENS = CHUNK / LANES;
     int lane, row;  // of the row's lanes; of the CTA's rows
-    u32 norm_weight, norm_gate[TOKENS];
     float u[CHUNK], out[TOKENS];
 
     __device__ __forceinline__ explicit RowTokens(const Place& at)
         : lane(at.lane / COUNT), row(at.warp * COUNT + at.lane % COUNT) {}
 
-    __device__ __forceinline__ i64 place(const Rows& x, const Place& at, const Draft& draft,
-                                         int token) const {
-        return (draft.first + token) * x.stride + at.head * D + at.rank * ROWS + row;
-    }
-    __device__ __forceinline__ void fetch(const Params& p, const Place& at, const Draft& draft,
-                                          int first, int tokens) {
-        if (!HAS_NORM) return;
-        norm_weight = load_bits<DT_NORM>(p.norm_weight, at.rank * ROWS + row);
-#pragma unroll
-        for (int j = 0; j < TOKENS; ++j)
-            if (LANES * j + lane < tokens)
-                norm_gate[j] = load_bits<DT_Z>(
-                    p.norm_gate.ptr, place(p.norm_gate, at, draft, first + LANES * j + lane));
+    __device__ __forceinline__ i64 out_at(const Params& p, const Place& at, const Draft& draft,
+                                          int token) const {
+        return (draft.first + token) * p.out.stride + at.head * D + at.rank * ROWS + row;
     }
     // The state's product with a column.
     __device__ __forceinline__ float product(const Shared& s, int column) const {
@@ -285,35 +286,35 @@ struct RowTokens {
         for (int i = 0; i < SPLIT; ++i) x[i] = s.products[i][column][row];
         return sum_of_parts(x);
     }
-    // Makes the corrections, and stores them.
-    __device__ __forceinline__ void correct(const Params& p, Shared& s, Records& own,
-                                            const Place& at, const Draft& draft, int first,
-                                            int tokens) {
+    // Makes the corrections, and stores them. Of tokens that there are not, u is nothing that an
+    // earlier token takes.
+    __device__ __forceinline__ void correct(const Params& p, Shared& s, const Place& at,
+                                            const Draft& draft, int first, int tokens) {
         float* const to = static_cast<float*>(p.correction.ptr);
+        float delta[CHUNK];
+#pragma unroll
+        for (int t = 0; t < CHUNK; ++t) {
+            float x = product(s, t);
+#pragma unroll
+            for (int i = 0; i < t; ++i) x = fmaf(s.kk[t][i], u[i], x);
+            delta[t] = s.beta[t] * fmaf(-s.r_k[t], x, s.v[t][row]);
+            u[t] = s.r_k[t] * delta[t];
+        }
 #pragma unroll
         for (int t = 0; t < CHUNK; ++t)
-            if (t < tokens) {
-                float x = product(s, t);
-#pragma unroll
-                for (int i = 0; i < t; ++i) x = fmaf(s.kk[t][i], u[i], x);
-                const float delta = s.beta[t] * fmaf(-s.r_k[t], x, s.v[t][row]);
-                u[t] = s.r_k[t] * delta;
-                if (lane != t % LANES) continue;
-                own.u[t][row] = u[t];
+            if (t < tokens && lane == t % LANES) {
+                s.u[t][row] = u[t];
                 if (draft.row >= 0)
-                    to[draft.correction(p, at, first + t) + row] = p.by_norm ? u[t] : delta;
+                    to[draft.correction(p, at, first + t) + row] = p.by_norm ? u[t] : delta[t];
             }
     }
-    __device__ __forceinline__ void multiply(const Shared& s, int tokens, int width) {
+    __device__ __forceinline__ void multiply(const Shared& s, int width) {
 #pragma unroll
         for (int j = 0; j < TOKENS; ++j) {
             const int t = LANES * j + lane;
-            out[j] = 0.0f;
-            if (t >= tokens) continue;
             float y = product(s, width + t);
 #pragma unroll
-            for (int i = 0; i < CHUNK; ++i)
-                if (i <= t) y = fmaf(s.qk[t][i], u[i], y);
+            for (int i = 0; i < CHUNK; ++i) y = i <= t ? fmaf(s.qk[t][i], u[i], y) : y;
             out[j] = s.r_q[t] * y;
         }
     }
@@ -327,7 +328,7 @@ struct RowTokens {
 #pragma unroll
             for (int x = 1; x < COUNT; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
             if (t < tokens) {
-                out[j] *= to_float<DT_NORM>(norm_weight) * sigmoid(to_float<DT_Z>(norm_gate[j]));
+                out[j] *= s.gate[t][row];
                 if (at.lane % COUNT == 0) s.squares[t][at.warp] = sum;
             }
         }
@@ -352,7 +353,7 @@ struct RowTokens {
 #pragma unroll
         for (int j = 0; j < TOKENS; ++j) {
             const int t = LANES * j + lane;
-            if (t < tokens) store<DT_X>(p.out.ptr, place(p.out, at, draft, first + t), out[j]);
+            if (t < tokens) store<DT_X>(p.out.ptr, out_at(p, at, draft, first + t), out[j]);
         }
     }
 };
@@ -391,7 +392,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     if (draft.padded(p) || draft.tokens <= 0) {  // the same in all CTAs of the head
         const RowTokens rows(at);
         for (int t = rows.lane; t < draft.tokens; t += rows.LANES)
-            store<DT_X>(p.out.ptr, rows.place(p.out, at, draft, t), 0.0f);
+            store<DT_X>(p.out.ptr, rows.out_at(p, at, draft, t), 0.0f);
         return;
     }
     State* const pool = static_cast<State*>(p.state.ptr) + draft.slot * p.state.stride +
@@ -411,12 +412,15 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
         const Place at(p);
         Inputs inputs = {};
         inputs.fetch(p, at, draft, first, tokens);
+        NormGates gates = {};
+        gates.fetch(p, at, draft, first, tokens);
         if (first <= 0) {
             Held held = {};
             held.fetch(p, at, draft, first + early, folds);
-            held.to_shared(p, before, at, inputs, folds);
+            held.to_shared(p, s, before, at, inputs, folds);
         }
         inputs.activate(p, s, own, at, tokens);
+        gates.activate(s, at);
         __syncthreads();
         if (SPLIT > 1 && first == 0) cluster_arrive_relaxed();  // has read windows and records
         make_columns(s, own, at, tokens, width);
@@ -431,7 +435,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
         } else {
             state.take_back(s);
         }
-        state.fold(before, folds);
+        state.fold(s, before, folds);
         if (first == 0 && draft.held() > 0) state.store(pool);
         if (more) {
             if (DT_STATE != 2) __syncthreads();  // all have taken what the copy has brought
@@ -449,9 +453,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
             } else {
                 __syncthreads();
             }
-            rows.fetch(p, at, draft, first, tokens);
-            rows.correct(p, s, own, at, draft, first, tokens);
-            rows.multiply(s, tokens, width);
+            rows.correct(p, s, at, draft, first, tokens);
+            rows.multiply(s, width);
             if (HAS_NORM) rows.normalise(p, s, at, tokens, phase);
             rows.store_out(p, at, draft, first, tokens);
             expect_totals(s, at, draft.tokens - first - CHUNK);

@@ -10,19 +10,24 @@
 static constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = D / SPLIT;
 static constexpr int CHUNK = 8;  // tokens: columns of a matrix instruction
 
-// Records of up to CHUNK tokens: S becomes S diag(decay) + u k^T, token by token.
+static constexpr int GROUP = 4;  // tokens that a thread computes side by side
+
+static constexpr int COLUMN = D + 16;  // of two tokens half the channels of a block in each bank
+
+// Keys and decays of up to CHUNK tokens.
 struct Records {
-    float k[CHUNK][D], decay[CHUNK][D], u[CHUNK][ROWS];
+    float k[CHUNK][D], decay[CHUNK][D];
 };
 struct __align__(128) Shared {
     float tile[ROWS * D];  // the state as memory has it, then in fp32 between two chunks
     Records records[2];    // of this chunk, and of the tokens before it
+    float u[CHUNK][ROWS];  // corrections of those before, then of this chunk
     union {
         float q[CHUNK][D];
         float products[SPLIT][2 * CHUNK][ROWS + 4];  // of state and columns, by parts of K
     };
-    float columns[2 * CHUNK][D + 16];  // of the tokens' k, then q, times the decay since the state
-    float v[CHUNK][ROWS];
+    float columns[2 * CHUNK][COLUMN];  // of the tokens' k, then q, times the decay since the state
+    float v[CHUNK][ROWS], gate[CHUNK][ROWS];  // gate: of the norm, with its weight
     // of tokens t and i <= t: k_t and q_t times k_i, decayed by the tokens in between
     float kk[CHUNK][CHUNK], qk[CHUNK][CHUNK];
     float beta[CHUNK], r_q[CHUNK], r_k[CHUNK];  // step sizes; factors of q and k
@@ -105,8 +110,9 @@ struct Channel {
         const int column = HAS_WINDOWS ? 0 : max(draft.accepted - 1, 0);
 #pragma unroll
         for (int i = 0; i < 3; ++i)
-            window[i] = first ? as_kept(from.load<DT_X>(i - 3))
-                              : load_bits<DT_CONV>(p.conv_state.ptr, place(p, draft, column + i));
+            window[i] = first > 0
+                            ? as_kept(from.load<DT_X>(i - 3))
+                            : load_bits<DT_CONV>(p.conv_state.ptr, place(p, draft, column + i));
         taps = static_cast<const Taps*>(p.conv_weight)[channel];
         if (HAS_BIAS) bias = load_bits<DT_BIAS>(p.conv_bias, channel);
     }
@@ -117,7 +123,8 @@ struct Channel {
     __device__ __forceinline__ static u32 as_kept(u32 x) {
         return DT_CONV == DT_X ? x : to_bits<DT_CONV>(to_float<DT_X>(x));
     }
-    // To y[token][channel]: the activated tokens, rounded to their type if ``rounds``.
+    // To y[token][channel]: the activated tokens, rounded to their type if ``rounds``. Of a group's
+    // tokens that there are not, numbers that nobody takes.
     __device__ __forceinline__ void activate(float* y, int row, bool rounds, int tokens) const {
         float w[3] = {}, start = 0.0f;
         float4 by = {};
@@ -128,16 +135,21 @@ struct Channel {
             for (int i = 0; i < 3; ++i) w[i] = to_float<DT_CONV>(window[i]);
         }
 #pragma unroll
-        for (int t = 0; t < CHUNK; ++t)
-            if (t < tokens) {
-                const float input = to_float<DT_X>(x[t]);
-                float z = HAS_CONV ? convolve(by, start, w[0], w[1], w[2], input) : input;
-                if (HAS_CONV && rounds) z = to_float<DT_X>(to_bits<DT_X>(z));
-                y[t * row] = z;
+        for (int first = 0; first < CHUNK; first += GROUP) {
+            if (first >= tokens) break;
+            float z[GROUP];
+#pragma unroll
+            for (int t = 0; t < GROUP; ++t) {
+                const float input = to_float<DT_X>(x[first + t]);
+                z[t] = HAS_CONV ? convolve(by, start, w[0], w[1], w[2], input) : input;
+                if (HAS_CONV && rounds) z[t] = to_float<DT_X>(to_bits<DT_X>(z[t]));
                 w[0] = w[1];
                 w[1] = w[2];
-                w[2] = DT_CONV == DT_X ? input : to_float<DT_CONV>(as_kept(x[t]));
+                w[2] = DT_CONV == DT_X ? input : to_float<DT_CONV>(as_kept(x[first + t]));
             }
+#pragma unroll
+            for (int t = 0; t < GROUP; ++t) y[(first + t) * row] = z[t];
+        }
     }
     // Stores what the tokens leave of the window.
     __device__ __forceinline__ void store_window(const Params& p, const Draft& draft, int first,
@@ -209,8 +221,14 @@ struct Inputs {
         key.activate(&(at.half ? own.k : s.q)[0][at.channel], D, at.half, tokens);
         if (at.half) {
 #pragma unroll
-            for (int t = 0; t < CHUNK; ++t)
-                if (t < tokens) own.decay[t][at.channel] = decay(p, value.x[t]);
+            for (int first = 0; first < CHUNK; first += GROUP) {
+                if (first >= tokens) break;
+                float y[GROUP];
+#pragma unroll
+                for (int t = 0; t < GROUP; ++t) y[t] = decay(p, value.x[first + t]);
+#pragma unroll
+                for (int t = 0; t < GROUP; ++t) own.decay[first + t][at.channel] = y[t];
+            }
         } else if (has_value(at)) {
             value.activate(&s.v[0][at.channel], ROWS, false, tokens);
         }
@@ -235,14 +253,51 @@ struct Inputs {
     }
 };
 
-// A thread's share of up to CHUNK records that are held, those of its half's parity.
+// A thread's value row, and every so many-th token of a chunk.
+struct RowShare {
+    static constexpr int EACH = THREADS / ROWS, TOKENS = CHUNK / EACH;
+    int row, token;
+
+    __device__ __forceinline__ explicit RowShare(const Place& at)
+        : row(at.t % ROWS), token(at.t / ROWS) {}
+    __device__ __forceinline__ int of(int i) const { return token + EACH * i; }
+};
+
+// The norm's gates.
+struct NormGates {
+    u32 weight, gate[RowShare::TOKENS];
+
+    __device__ __forceinline__ void fetch(const Params& p, const Place& at, const Draft& draft,
+                                          int first, int tokens) {
+        if (!HAS_NORM) return;
+        const RowShare share(at);
+        const int row = at.rank * ROWS + share.row;
+        const i64 from = (draft.first + first) * p.norm_gate.stride + at.head * D + row;
+#pragma unroll
+        for (int i = 0; i < RowShare::TOKENS; ++i)
+            if (share.of(i) < tokens)
+                gate[i] = load_bits<DT_Z>(p.norm_gate.ptr, from + share.of(i) * p.norm_gate.stride);
+        weight = load_bits<DT_NORM>(p.norm_weight, row);
+    }
+    __device__ __forceinline__ void activate(Shared& s, const Place& at) const {
+        if (!HAS_NORM) return;
+        const RowShare share(at);
+        const float by = to_float<DT_NORM>(weight);
+#pragma unroll
+        for (int i = 0; i < RowShare::TOKENS; ++i)
+            s.gate[share.of(i)][share.row] = by * sigmoid(to_float<DT_Z>(gate[i]));
+    }
+};
+
+// A thread's share of up to CHUNK records that are held: keys and gates those of its half's parity.
 struct Held {
     u32 k[CHUNK / 2], g[CHUNK / 2];
-    float u[CHUNK / 2 / SPLIT];
+    float u[RowShare::TOKENS];
 
     __device__ __forceinline__ void fetch(const Params& p, const Place& at, const Draft& draft,
                                           int first, int count) {
         const float* correction = static_cast<const float*>(p.correction.ptr);
+        const RowShare share(at);
 #pragma unroll
         for (int i = 0; i < CHUNK / 2; ++i)
             if (2 * i + at.half < count) {
@@ -251,24 +306,26 @@ struct Held {
                 g[i] = load_bits<DT_X>(p.key_gate.ptr, from + D);
             }
 #pragma unroll
-        for (int i = 0; i < CHUNK / 2 / SPLIT; ++i)
-            if (token(at, i) < count)
-                u[i] = correction[draft.correction(p, at, first + token(at, i)) + at.t % ROWS];
+        for (int i = 0; i < RowShare::TOKENS; ++i)
+            if (share.of(i) < count)
+                u[i] = correction[draft.correction(p, at, first + share.of(i)) + share.row];
     }
-    // The token of the thread's i-th correction.
-    __device__ __forceinline__ static int token(const Place& at, int i) {
-        return 2 * SPLIT * i + at.t / ROWS;
-    }
-    __device__ __forceinline__ void to_shared(const Params& p, Records& to, const Place& at,
-                                              const Inputs& inputs, int count) const {
+    __device__ __forceinline__ void to_shared(const Params& p, Shared& s, Records& to,
+                                              const Place& at, const Inputs& inputs,
+                                              int count) const {
+        const RowShare share(at);
 #pragma unroll
-        for (int i = 0; i < CHUNK / 2; ++i)
-            if (2 * i + at.half < count) {
-                to.k[2 * i + at.half][at.channel] = to_float<DT_X>(k[i]);
-                to.decay[2 * i + at.half][at.channel] = inputs.decay(p, g[i]);
+        for (int first = 0; first < CHUNK / 2; first += 2) {
+            if (2 * first >= count) break;
+            const float decays[2] = {inputs.decay(p, g[first]), inputs.decay(p, g[first + 1])};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int t = 2 * (first + i) + at.half;
+                to.k[t][at.channel] = to_float<DT_X>(k[first + i]);
+                to.decay[t][at.channel] = decays[i];
             }
+        }
 #pragma unroll
-        for (int i = 0; i < CHUNK / 2 / SPLIT; ++i)
-            if (token(at, i) < count) to.u[token(at, i)][at.t % ROWS] = u[i];
+        for (int i = 0; i < RowShare::TOKENS; ++i) s.u[share.of(i)][share.row] = u[i];
     }
 };
