@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parents[1] / "kernels" / "sm90" / "verify_records.cu"
 THREADS = 256
-CTAS_PER_SM = {1: 2, 2: 2, 4: 3}  # by CTAs of a head
+CTAS_PER_SM = 2
+MAX_STRIDE = 1 << 27  # elements from token to token, or from column to column of a window
 PARAMS = CudaParams(
     (
         ("q", "Rows"),  # [tokens, H, 128], like k
@@ -130,6 +131,12 @@ class FusedRecordsSm90:
         strides = {name: (0,) if x is None else x.stride()[:1] for name, x in rows.items()}
         strides["conv_state"] = (0, 0, 0) if conv is None else conv.state.stride()
         strides["windows"] = (0,) * 4 if draft.windows is None else draft.windows.stride()
+        for name in ("q", "k", "v", "g", "norm_gate", "out", "conv_state", "windows"):
+            if strides[name][-1] >= MAX_STRIDE:
+                raise ValueError(
+                    f"{name} must have a stride below {MAX_STRIDE} for path fused_sm90, got"
+                    f" {strides[name][-1]}"
+                )
         number, value_heads = tokens.v.shape[:2]
         params = PARAMS.at(
             strides,
@@ -160,7 +167,7 @@ def defines_of(params: FusedRecordsSm90Params, call: VerifyCall) -> dict[str, in
     wide = draft.cu_seqlens is not None and draft.cu_seqlens.dtype == torch.int64
     return {
         "SPLIT": params.split,
-        "MIN_BLOCKS": CTAS_PER_SM[params.split],
+        "MIN_BLOCKS": CTAS_PER_SM,
         "GATE": int(gate.kind),
         "BETA": int(tokens.beta_kind),
         "L2NORM": int(tokens.l2norm),

@@ -167,7 +167,7 @@ def report() -> dict[str, object]:
         variants[f"decode_step engine, {split} x {warps} warps"] = step_variant(
             split, warps, "engine"
         )
-    for split in records_sm90.CTAS_PER_SM:
+    for split in (1, 2, 4):
         variants[f"verify_records engine, {split} CTAs"] = records_variant(split)
     table = {name: compile_cubin(*variant)[1] for name, variant in variants.items()}
     return {"nvcc": nvcc_version(), "arch": "sm_90a", "kernels": table}
@@ -197,12 +197,12 @@ def test_step_ctas_fit_an_sm_without_spills(split: int, warps: int, kind: str) -
     assert ctas * (kernel["shared_bytes"] + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("split", records_sm90.CTAS_PER_SM)
+@pytest.mark.parametrize("split", [1, 2, 4])
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_record_ctas_fit_an_sm_without_spills(split: int, kind: str) -> None:
     _, kernel = compile_cubin(*records_variant(split, **DRAFTS[kind]))
     assert kernel["spill_bytes"] == 0
-    ctas = records_sm90.CTAS_PER_SM[split]
+    ctas = records_sm90.CTAS_PER_SM
     assert ctas * records_sm90.THREADS * kernel["registers"] <= 65536
     assert ctas * (kernel["shared_bytes"] + 1024) <= 228 * 1024
 

@@ -187,10 +187,10 @@ PLANTED = {
         r"having arrived",
     ),
     "windows and records are written before all have read them": (
-        "        if (SPLIT > 1 && first == 0) cluster_wait();\n        inputs.store_tokens("
-        "p, own, at, draft, first, tokens);\n",
-        "        inputs.store_tokens(p, own, at, draft, first, tokens);\n"
-        "        if (SPLIT > 1 && first == 0) cluster_wait();\n",
+        "    if (SPLIT > 1 && first == 0) cluster_wait();\n    inputs.store_tokens("
+        "p, own, at, draft, first, chunk.tokens);\n",
+        "    inputs.store_tokens(p, own, at, draft, first, chunk.tokens);\n"
+        "    if (SPLIT > 1 && first == 0) cluster_wait();\n",
         r"race: step_elements\.cuh:\d+ .* writes byte \d+ of conv_state\.ptr .*nothing orders",
     ),
     "the chunks of a cluster do not meet": (
@@ -199,8 +199,8 @@ PLANTED = {
         r"race: verify_records\.cu:\d+ `.*store_shared_remote.*nothing orders",
     ),
     "a barrier of the CTA dropped": (
-        "first, tokens);\n        __syncthreads();\n",
-        "first, tokens);\n",
+        "first, chunk.tokens);\n    __syncthreads();\n",
+        "first, chunk.tokens);\n",
         r"race: verify_records\.cu:\d+ .*nothing orders",
     ),
 }
@@ -219,3 +219,20 @@ def test_a_planted_mistake_is_named(
         records.verify(host, x, step, x.ints([count]))
     with pytest.raises(RuntimeError, match=report):
         run_launches(seed)
+
+
+def test_what_it_cannot_serve_is_refused(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Before anything is written: states that are not on 16 bytes, and tokens that lie too far
+    apart for 32 bits."""
+    host = use_host(monkeypatch, 1, seed)
+    x = records.drafts(host, seed, (1,), steps=1, has_conv=False)
+    memory, states = x.pools.memory.clone(), x.pools.states
+    x.pools.states = x.pools.memory.as_strided(states.shape, states.stride(), 1)
+    with pytest.raises(ValueError, match=r"slots .* multiples of 16 bytes .* aligned_state=False"):
+        records.verify(host, x, 0, None)
+    x.pools.states = states
+    g = x.case.g.as_strided(x.case.g.shape, (1 << 27, 128, 1))
+    x.case = dataclasses.replace(x.case, g=g)
+    with pytest.raises(ValueError, match=r"g must have a stride below 134217728 .*, got 134217728"):
+        records.verify(host, x, 0, None)
+    assert_same_bits("states", x.pools.memory, memory)

@@ -16,18 +16,22 @@
 //
 //     threads  channels: convolution, norm's factors and gates of the tokens; decays of what is held
 //              -------- __syncthreads --------            cluster_arrive: have read window, records
-//     threads  columns k_t D_t and q_t D_t                                      (make_columns)
+//     threads  factors k_t D_t and q_t D_t                                      (make_factors)
 //     warps    token i: k_t D_t / D_i k_i, and of q_t, for all t                (multiply_tokens)
 //              cluster_wait: windows and the keys and gates of records are stored
 //              -------- __syncthreads --------
-//     warps    16 rows, 128 / SPLIT channels: fold; store; S times the columns  (WarpState)
-//     warps    ROWS / 8 rows: recurrence, records' corrections, outputs         (Rows8)
+//     warps    16 rows, 128 / SPLIT channels: fold; store; S times the factors  (WarpState)
+//     warps    ROWS / 8 rows: recurrence, records' corrections, outputs         (RowTokens)
 //              squares of the outputs to all CTAs, norm, output
 //
-// The product is one of tensor cores with three passes of TF32: each factor is the sum of two of its
+// The product is one of tensor cores with three passes of TF32: a number is the sum of two of its
 // numbers. Lane (g, l) = (lane / 4, lane % 4) has rows g and g + 8 of the 16, and of each 16
-// channels 4 l to 4 l + 3. They are operand A of two products as they lie there: a product may have
-// its channels in any order, and that of the columns is the same.
+// channels 4 l to 4 l + 3. They are operand B of two products as they lie there: a product may have
+// its channels in any order, which is that of the factors, its operand A.
+//
+// A draft of more tokens is computed in chunks of eight. In between a state waits in shared memory,
+// and the next chunk begins by folding the records of the chunk before. Of more than eight held
+// records the first are folded likewise, in chunks without tokens.
 //
 // SPLIT does not change the bits: sums over K are those of its quarters, and the norm's is a binary
 // tree over the head's rows. Nor does the number of tokens change those of an earlier one.
@@ -61,17 +65,23 @@ __device__ __forceinline__ float4 high_tf32(float4 x) {
 __device__ __forceinline__ float4 subtract(float4 a, float4 b) {
     return make_float4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
 }
-// c += a b, of which a and b have four channels of each lane
-__device__ __forceinline__ void multiply_add(float (&c)[4], float4 a0, float4 a8, float4 b) {
-    mma_m16n8k8_tf32(c, a0.x, a8.x, a0.y, a8.y, b.x, b.y);
-    mma_m16n8k8_tf32(c, a0.z, a8.z, a0.w, a8.w, b.z, b.w);
+__device__ __forceinline__ float4 select(bool first, float4 a, float4 b) {
+    return make_float4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z,
+                       first ? a.w : b.w);
+}
+// c += a b. Lane (g, l) has four channels of a state's row g, b, and by twos a has the same of k D
+// and q D of token g: operand A of two products.
+__device__ __forceinline__ void multiply_add(float (&c)[4], float4 a01, float4 a23, float4 b) {
+    mma_m16n8k8_tf32(c, a01.x, a01.y, a01.z, a01.w, b.x, b.y);
+    mma_m16n8k8_tf32(c, a23.x, a23.y, a23.z, a23.w, b.z, b.w);
 }
 
-// Columns k D and q D of the chunk's tokens; those of q begin at ``width``.
-__device__ __forceinline__ void make_columns(Shared& s, const Records& own, const Place& at,
-                                             int tokens, int width) {
+// The factors k D or q D of the chunk's tokens, of the thread's channel.
+__device__ __forceinline__ void make_factors(Shared& s, const Records& own, const Place& at,
+                                             int tokens) {
     const float* from = &(at.half ? own.k : s.q)[0][at.channel];
-    float* const to = &s.columns[at.half ? 0 : width][at.channel];
+    const int block = at.channel / 16, l = at.channel / 4 % 4, j = at.channel % 4;
+    float* const to = &s.factors[0][32 * block + 16 * (j / 2) + 4 * l + 2 * (j % 2) + !at.half];
     float decay = 1.0f;
 #pragma unroll
     for (int first = 0; first < CHUNK; first += GROUP) {
@@ -83,21 +93,26 @@ __device__ __forceinline__ void make_columns(Shared& s, const Records& own, cons
             x[t] = from[(first + t) * D] * decay;
         }
 #pragma unroll
-        for (int t = 0; t < GROUP; ++t) to[(first + t) * COLUMN] = x[t];
+        for (int t = 0; t < GROUP; ++t) to[(first + t) * FACTOR] = x[t];
     }
 }
 
+// Halves the numbers that a lane has sums of: those with bit 2 N keep the upper N.
+template <int N>
+__device__ __forceinline__ void halve(float (&x)[16], int lane) {
+    const bool upper = lane & (2 * N);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        const float kept = upper ? x[j + N] : x[j], given = upper ? x[j] : x[j + N];
+        x[j] = kept + __shfl_xor_sync(0xffffffffu, given, 2 * N);
+    }
+}
 // Sums of 16 numbers over a warp: that of x[j] in lanes 2 j and 2 j + 1.
 __device__ __forceinline__ float sums_of_16(float (&x)[16], int lane) {
-#pragma unroll
-    for (int n = 8; n > 0; n /= 2) {
-        const bool upper = lane & (2 * n);
-#pragma unroll
-        for (int j = 0; j < n; ++j) {
-            const float kept = upper ? x[j + n] : x[j], given = upper ? x[j] : x[j + n];
-            x[j] = kept + __shfl_xor_sync(0xffffffffu, given, 2 * n);
-        }
-    }
+    halve<8>(x, lane);
+    halve<4>(x, lane);
+    halve<2>(x, lane);
+    halve<1>(x, lane);
     return x[0] + __shfl_xor_sync(0xffffffffu, x[0], 1);
 }
 
@@ -151,18 +166,17 @@ struct WarpState {
     // From what the copy has brought. Lanes of odd rows begin with the second block of two: rows lie
     // in the same banks.
     __device__ __forceinline__ void take(const Shared& s) {
-        const State* const tile = reinterpret_cast<const State*>(s.tile);
+        const State* const tile = reinterpret_cast<const State*>(s.tile) + place(0, 0);
         const bool odd = row % 2;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
 #pragma unroll
             for (int b = 0; b < BLOCKS; b += 2) {
-                const float4 x = to_float4(
-                    *reinterpret_cast<const State4*>(tile + place(r, b + odd)));
-                const float4 y = to_float4(
-                    *reinterpret_cast<const State4*>(tile + place(r, b + !odd)));
-                state[r][b] = odd ? y : x;
-                state[r][b + 1] = odd ? x : y;
+                const State* const from = tile + r * (8 * D) + 16 * b;
+                const float4 x = to_float4(*reinterpret_cast<const State4*>(from + 16 * odd));
+                const float4 y = to_float4(*reinterpret_cast<const State4*>(from + 16 * !odd));
+                state[r][b] = select(odd, y, x);
+                state[r][b + 1] = select(odd, x, y);
             }
     }
     __device__ __forceinline__ void put_back(Shared& s) const {
@@ -207,49 +221,48 @@ struct WarpState {
                 state[r][b] = to_float4(x);
             }
     }
-    // The products with KINDS times eight columns, over the warp's channels.
-    template <int KINDS>
-    __device__ __forceinline__ void multiply_columns(Shared& s, const Place& at) const {
-        float sums[QUARTERS][KINDS][4];
+    // The products of the factors and the state, over the warp's channels.
+    __device__ __forceinline__ void multiply_factors(Shared& s, const Place& at) const {
+        const int g = at.lane / 4, l = at.lane % 4;
+        const float* const from = &s.factors[g][2 * (column - 4 * l) + 4 * l];
+        float sums[QUARTERS][2][4];
 #pragma unroll
         for (int i = 0; i < QUARTERS; ++i) {
-            float large[KINDS][4] = {}, small[KINDS][4] = {};
+            float large[2][4] = {}, small[2][4] = {};
 #pragma unroll
             for (int b = 2 * i; b < 2 * i + 2; ++b) {
-                const float4 high0 = high_tf32(state[0][b]), high8 = high_tf32(state[1][b]);
-                const float4 low0 = subtract(state[0][b], high0);
-                const float4 low8 = subtract(state[1][b], high8);
+                const float4 x01 = load4(from + 32 * b), x23 = load4(from + 32 * b + 16);
+                const float4 high01 = high_tf32(x01), high23 = high_tf32(x23);
+                const float4 low01 = subtract(x01, high01), low23 = subtract(x23, high23);
 #pragma unroll
-                for (int kind = 0; kind < KINDS; ++kind) {
-                    const float4 x =
-                        load4(&s.columns[CHUNK * kind + at.lane / 4][column + 16 * b]);
-                    const float4 high = high_tf32(x), low = subtract(x, high);
-                    multiply_add(large[kind], high0, high8, high);
-                    multiply_add(small[kind], low0, low8, high);
-                    multiply_add(small[kind], high0, high8, low);
+                for (int r = 0; r < 2; ++r) {
+                    const float4 high = high_tf32(state[r][b]);
+                    const float4 low = subtract(state[r][b], high);
+                    multiply_add(large[r], high01, high23, high);
+                    multiply_add(small[r], low01, low23, high);
+                    multiply_add(small[r], high01, high23, low);
                 }
             }
 #pragma unroll
-            for (int kind = 0; kind < KINDS; ++kind)
+            for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    sums[i][kind][j] = large[kind][j] + small[kind][j];
-            if (i % 2 == 1) add<KINDS>(sums[i - 1], sums[i]);
+                for (int j = 0; j < 4; ++j) sums[i][r][j] = large[r][j] + small[r][j];
+            if (i % 2 == 1) add(sums[i - 1], sums[i]);
         }
-        if (QUARTERS == 4) add<KINDS>(sums[0], sums[QUARTERS / 2]);
+        if (QUARTERS == 4) add(sums[0], sums[QUARTERS / 2]);
 #pragma unroll
-        for (int kind = 0; kind < KINDS; ++kind)
+        for (int r = 0; r < 2; ++r)
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                s.products[at.warp / TILES][CHUNK * kind + at.lane % 4 * 2 + j % 2]
-                          [row + j / 2 * 8] = sums[0][kind][j];
+            for (int kind = 0; kind < 2; ++kind)
+                *reinterpret_cast<float2*>(
+                    &s.products[at.warp / TILES][CHUNK * kind + g][row - g + 8 * r + 2 * l]) =
+                    make_float2(sums[0][r][2 * kind], sums[0][r][2 * kind + 1]);
     }
-    template <int KINDS>
-    __device__ __forceinline__ static void add(float (&to)[KINDS][4], const float (&x)[KINDS][4]) {
+    __device__ __forceinline__ static void add(float (&to)[2][4], const float (&x)[2][4]) {
 #pragma unroll
-        for (int kind = 0; kind < KINDS; ++kind)
+        for (int r = 0; r < 2; ++r)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) to[kind][j] += x[kind][j];
+            for (int j = 0; j < 4; ++j) to[r][j] += x[r][j];
     }
 };
 
@@ -275,22 +288,18 @@ struct RowTokens {
     __device__ __forceinline__ explicit RowTokens(const Place& at)
         : lane(at.lane / COUNT), row(at.warp * COUNT + at.lane % COUNT) {}
 
-    __device__ __forceinline__ i64 out_at(const Params& p, const Place& at, const Draft& draft,
-                                          int token) const {
-        return (draft.first + token) * p.out.stride + at.head * D + at.rank * ROWS + row;
-    }
-    // The state's product with a column.
-    __device__ __forceinline__ float product(const Shared& s, int column) const {
+    // The state's product with k of a token, or q of token ``factor`` - CHUNK.
+    __device__ __forceinline__ float product(const Shared& s, int factor) const {
         float x[SPLIT];
 #pragma unroll
-        for (int i = 0; i < SPLIT; ++i) x[i] = s.products[i][column][row];
+        for (int i = 0; i < SPLIT; ++i) x[i] = s.products[i][factor][row];
         return sum_of_parts(x);
     }
     // Makes the corrections, and stores them. Of tokens that there are not, u is nothing that an
     // earlier token takes.
     __device__ __forceinline__ void correct(const Params& p, Shared& s, const Place& at,
                                             const Draft& draft, int first, int tokens) {
-        float* const to = static_cast<float*>(p.correction.ptr);
+        float* const to = draft.corrections(p, at, first) + row;
         float delta[CHUNK];
 #pragma unroll
         for (int t = 0; t < CHUNK; ++t) {
@@ -305,14 +314,14 @@ struct RowTokens {
             if (t < tokens && lane == t % LANES) {
                 s.u[t][row] = u[t];
                 if (draft.row >= 0)
-                    to[draft.correction(p, at, first + t) + row] = p.by_norm ? u[t] : delta[t];
+                    to[t * D] = p.by_norm ? u[t] : delta[t];
             }
     }
-    __device__ __forceinline__ void multiply(const Shared& s, int width) {
+    __device__ __forceinline__ void multiply(const Shared& s) {
 #pragma unroll
         for (int j = 0; j < TOKENS; ++j) {
             const int t = LANES * j + lane;
-            float y = product(s, width + t);
+            float y = product(s, CHUNK + t);
 #pragma unroll
             for (int i = 0; i < CHUNK; ++i) y = i <= t ? fmaf(s.qk[t][i], u[i], y) : y;
             out[j] = s.r_q[t] * y;
@@ -350,11 +359,13 @@ struct RowTokens {
     }
     __device__ __forceinline__ void store_out(const Params& p, const Place& at, const Draft& draft,
                                               int first, int tokens) const {
+        const Elements to = Elements::from<DT_X>(
+            p.out.ptr,
+            (draft.first + first + lane) * p.out.stride + at.head * D + at.rank * ROWS + row,
+            LANES * p.out.stride);
 #pragma unroll
-        for (int j = 0; j < TOKENS; ++j) {
-            const int t = LANES * j + lane;
-            if (t < tokens) store<DT_X>(p.out.ptr, out_at(p, at, draft, first + t), out[j]);
-        }
+        for (int j = 0; j < TOKENS; ++j)
+            if (LANES * j + lane < tokens) to.store<DT_X>(j, to_bits<DT_X>(out[j]));
     }
 };
 
@@ -375,6 +386,72 @@ __device__ __forceinline__ void fetch_state(Shared& s, const Place& at, const St
     bulk_copy_g2s(s.tile, from, BYTES, s.arrived, create_policy<EVICT_NORMAL>());
 }
 
+// From what memory has of a chunk to what its tokens and records are to a state.
+__device__ __forceinline__ void prepare(const Params& p, Shared& s, int first) {
+    const Place at(p);
+    const Draft draft = s.drafts[at.warp];
+    const Chunk chunk(draft, first);
+    Records& own = s.records[chunk.phase];
+    Inputs inputs = {};
+    inputs.fetch(p, at, draft, first, chunk.tokens);
+    NormGates gates = {};
+    gates.fetch(p, at, draft, first, chunk.tokens);
+    if (first <= 0) {
+        Held held = {};
+        held.fetch(p, at, draft, first + draft.early(), chunk.folds);
+        held.to_shared(p, s, s.records[1 - chunk.phase], at, inputs, chunk.folds);
+    }
+    inputs.activate(p, s, own, at, chunk.tokens);
+    gates.activate(s, at);
+    __syncthreads();
+    if (SPLIT > 1 && first == 0) cluster_arrive_relaxed();  // has read windows and records
+    make_factors(s, own, at, chunk.tokens);
+    multiply_tokens(p, s, own, at, chunk.tokens);
+    if (SPLIT > 1 && first == 0) cluster_wait();
+    inputs.store_tokens(p, own, at, draft, first, chunk.tokens);
+    __syncthreads();
+}
+
+// The state through the records before the chunk, and its products with the chunk's tokens.
+__device__ __forceinline__ void advance(const Params& p, Shared& s, int first) {
+    const Place at(p);
+    const Draft draft = s.drafts[at.warp];
+    const Chunk chunk(draft, first);
+    WarpState state(at);
+    if (chunk.begins) {
+        s.arrived.wait(0);
+        state.take(s);
+    } else {
+        state.take_back(s);
+    }
+    state.fold(s, s.records[1 - chunk.phase], chunk.folds);
+    if (first == 0 && draft.held() > 0) state.store(draft.states(p, at));
+    if (!chunk.ends) {
+        if (DT_STATE != 2) __syncthreads();  // all have taken what the copy has brought
+        state.put_back(s);
+    }
+    if (first < 0) return;
+    state.multiply_factors(s, at);
+    if (SPLIT == 1) {
+        __syncwarp();
+    } else {
+        __syncthreads();
+    }
+}
+
+// The chunk's corrections and outputs.
+__device__ __forceinline__ void finish(const Params& p, Shared& s, int first) {
+    const Place at(p);
+    const Draft draft = s.drafts[at.warp];
+    const Chunk chunk(draft, first);
+    RowTokens rows(at);
+    rows.correct(p, s, at, draft, first, chunk.tokens);
+    rows.multiply(s);
+    if (HAS_NORM) rows.normalise(p, s, at, chunk.tokens, chunk.phase);
+    rows.store_out(p, at, draft, first, chunk.tokens);
+    expect_totals(s, at, draft.tokens - first - CHUNK);
+}
+
 #if SPLIT > 1
 #define CLUSTER __cluster_dims__(SPLIT, 1, 1)
 #else
@@ -387,79 +464,26 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     const Place at(p);
     launch_dependent_grids();
     wait_on_dependent_grids();
-    const Draft draft(p, at.n);
+    Draft draft(p, at.n);
     // what a sequence without tokens holds, it goes on holding
     if (draft.padded(p) || draft.tokens <= 0) {  // the same in all CTAs of the head
-        const RowTokens rows(at);
-        for (int t = rows.lane; t < draft.tokens; t += rows.LANES)
-            store<DT_X>(p.out.ptr, rows.out_at(p, at, draft, t), 0.0f);
+        RowTokens rows(at);
+        for (int j = 0; j < RowTokens::TOKENS; ++j) rows.out[j] = 0.0f;
+        for (int first = 0; first < draft.tokens; first += CHUNK)
+            rows.store_out(p, at, draft, first, draft.tokens - first);
         return;
     }
-    State* const pool = static_cast<State*>(p.state.ptr) + draft.slot * p.state.stride +
-                        at.head * (D * D) + at.rank * (ROWS * D);
-    fetch_state(s, at, pool);
+    fetch_state(s, at, draft.states(p, at));
     expect_totals(s, at, draft.tokens);
-    // Records that are folded before the draft's first chunk: chunks of what is held alone.
-    const int early = draft.held() > CHUNK ? (draft.held() - 1) / CHUNK * CHUNK : 0;
+    draft.row = compiler_fence(draft.row);  // which nothing above waits for
+    if (at.lane == 0) s.drafts[at.warp] = draft;
+    __syncwarp();
 #pragma unroll 1
-    for (int first = -early; first < draft.tokens; first += CHUNK) {
-        const int tokens = first < 0 ? 0 : min(draft.tokens - first, CHUNK);
-        const int folds = first == 0 ? draft.held() - early : CHUNK;
-        const int phase = first / CHUNK & 1, width = tokens > CHUNK / 2 ? CHUNK : CHUNK / 2;
-        const bool more = first + CHUNK < draft.tokens;
-        Records& own = s.records[phase];
-        Records& before = s.records[1 - phase];
-        const Place at(p);
-        Inputs inputs = {};
-        inputs.fetch(p, at, draft, first, tokens);
-        NormGates gates = {};
-        gates.fetch(p, at, draft, first, tokens);
-        if (first <= 0) {
-            Held held = {};
-            held.fetch(p, at, draft, first + early, folds);
-            held.to_shared(p, s, before, at, inputs, folds);
-        }
-        inputs.activate(p, s, own, at, tokens);
-        gates.activate(s, at);
-        __syncthreads();
-        if (SPLIT > 1 && first == 0) cluster_arrive_relaxed();  // has read windows and records
-        make_columns(s, own, at, tokens, width);
-        multiply_tokens(p, s, own, at, tokens);
-        if (SPLIT > 1 && first == 0) cluster_wait();
-        inputs.store_tokens(p, own, at, draft, first, tokens);
-        __syncthreads();
-        WarpState state{Place(p)};
-        if (first == -early) {
-            s.arrived.wait(0);
-            state.take(s);
-        } else {
-            state.take_back(s);
-        }
-        state.fold(s, before, folds);
-        if (first == 0 && draft.held() > 0) state.store(pool);
-        if (more) {
-            if (DT_STATE != 2) __syncthreads();  // all have taken what the copy has brought
-            state.put_back(s);
-        }
-        if (first >= 0) {
-            RowTokens rows(at);
-            if (width == CHUNK) {
-                state.multiply_columns<2>(s, at);
-            } else {
-                state.multiply_columns<1>(s, at);
-            }
-            if (SPLIT == 1) {
-                __syncwarp();
-            } else {
-                __syncthreads();
-            }
-            rows.correct(p, s, at, draft, first, tokens);
-            rows.multiply(s, width);
-            if (HAS_NORM) rows.normalise(p, s, at, tokens, phase);
-            rows.store_out(p, at, draft, first, tokens);
-            expect_totals(s, at, draft.tokens - first - CHUNK);
-        }
-        if (!more) return;
+    for (int first = -draft.early();; first += CHUNK) {
+        prepare(p, s, first);
+        advance(p, s, first);
+        if (first >= 0) finish(p, s, first);
+        if (first + CHUNK >= s.drafts[at.warp].tokens) return;
         if (SPLIT == 1) {
             __syncthreads();
         } else {

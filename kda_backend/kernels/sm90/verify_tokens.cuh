@@ -8,35 +8,11 @@
 #include "params.cuh"
 
 static constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = D / SPLIT;
-static constexpr int CHUNK = 8;  // tokens: columns of a matrix instruction
+static constexpr int CHUNK = 8;  // tokens: keys and queries fill a matrix instruction's 16 rows
 
 static constexpr int GROUP = 4;  // tokens that a thread computes side by side
 
-static constexpr int COLUMN = D + 16;  // of two tokens half the channels of a block in each bank
-
-// Keys and decays of up to CHUNK tokens.
-struct Records {
-    float k[CHUNK][D], decay[CHUNK][D];
-};
-struct __align__(128) Shared {
-    float tile[ROWS * D];  // the state as memory has it, then in fp32 between two chunks
-    Records records[2];    // of this chunk, and of the tokens before it
-    float u[CHUNK][ROWS];  // corrections of those before, then of this chunk
-    union {
-        float q[CHUNK][D];
-        float products[SPLIT][2 * CHUNK][ROWS + 4];  // of state and columns, by parts of K
-    };
-    float columns[2 * CHUNK][COLUMN];  // of the tokens' k, then q, times the decay since the state
-    float v[CHUNK][ROWS], gate[CHUNK][ROWS];  // gate: of the norm, with its weight
-    // of tokens t and i <= t: k_t and q_t times k_i, decayed by the tokens in between
-    float kk[CHUNK][CHUNK], qk[CHUNK][CHUNK];
-    float beta[CHUNK], r_q[CHUNK], r_k[CHUNK];  // step sizes; factors of q and k
-    float squares[CHUNK][WARPS], totals[CHUNK][SPLIT];  // of the outputs, by warps and by CTAs
-    ClusterTransactionBarrier arrived;     // the state is there
-    ClusterTransactionBarrier norm_ready;  // the totals of all CTAs are there
-};
-// Read by the host from the compiled kernel.
-template __global__ void shared_bytes<sizeof(Shared)>();
+static constexpr int FACTOR = 2 * D + 16;  // of one token; of two, eight lanes have all banks
 
 struct Place {
     int t, warp, lane, half, channel;
@@ -49,11 +25,31 @@ struct Place {
           n(blockIdx.x / SPLIT / p.heads) {}
 };
 
+// Elements of a tensor from one on, and so far apart: less than 2^27, which the host has made sure of.
+struct Elements {
+    void* ptr;
+    int stride;
+
+    template <int TYPE>
+    __device__ __forceinline__ static Elements from(void* ptr, i64 first, i64 stride) {
+        return {static_cast<char*>(ptr) + first * (TYPE == 2 ? 4 : 2), static_cast<int>(stride)};
+    }
+    template <int TYPE>
+    __device__ __forceinline__ u32 load(int i) const {
+        return load_bits<TYPE>(ptr, i * stride);
+    }
+    template <int TYPE>
+    __device__ __forceinline__ void store(int i, u32 bits) const {
+        store_bits<TYPE>(ptr, i * stride, bits);
+    }
+};
+
 // A sequence's draft.
 struct Draft {
     i64 slot, row, first;  // of states; of records; its first token
     int tokens, accepted;
 
+    Draft() = default;
     __device__ __forceinline__ Draft(const Params& p, i64 n)
         : slot(p.indices[n]), row(p.record_indices[n]), first(n * p.tokens_per_sequence),
           tokens(p.tokens_per_sequence), accepted(p.num_accepted ? p.num_accepted[n] : 0) {
@@ -69,28 +65,69 @@ struct Draft {
                         : static_cast<i64>(static_cast<const int*>(cu_seqlens)[n]);
     }
     __device__ __forceinline__ int held() const { return row >= 0 ? accepted : 0; }
+    // Records that are folded before the first chunk of tokens, in chunks of their own.
+    __device__ __forceinline__ int early() const {
+        return held() > CHUNK ? (held() - 1) / CHUNK * CHUNK : 0;
+    }
     __device__ __forceinline__ bool padded(const Params& p) const {
         return slot < 0 || slot == p.null_slot;
     }
-    __device__ __forceinline__ i64 correction(const Params& p, const Place& at, int token) const {
-        return row * p.correction.stride +
+    // The CTA's rows of the state.
+    __device__ __forceinline__ State* states(const Params& p, const Place& at) const {
+        return static_cast<State*>(p.state.ptr) + slot * p.state.stride + at.head * (D * D) +
+               at.rank * (ROWS * D);
+    }
+    // The correction of a token in the CTA's rows, token after token D elements further.
+    __device__ __forceinline__ float* corrections(const Params& p, const Place& at,
+                                                  int token) const {
+        return static_cast<float*>(p.correction.ptr) + row * p.correction.stride +
                (at.head * p.max_tokens + token) * D + at.rank * ROWS;
     }
-    __device__ __forceinline__ i64 key_gate(const Params& p, const Place& at, int token) const {
-        return row * p.key_gate.stride + (at.head * p.max_tokens + token) * (2 * D) + at.channel;
+    // Of the thread's channel: the key of a token, its gate, those of the next token and so on.
+    __device__ __forceinline__ Elements keys(const Params& p, const Place& at, int token) const {
+        return Elements::from<DT_X>(p.key_gate.ptr,
+                                    row * p.key_gate.stride +
+                                        (at.head * p.max_tokens + token) * (2 * D) + at.channel,
+                                    D);
     }
 };
 
-// Rows of a tensor from an element on.
-struct Column {
-    const void* ptr;
-    i64 at, stride;
+// The tokens of a draft from ``first`` on, or none while ``first`` is negative; before them ``folds``
+// records of the tokens before are folded.
+struct Chunk {
+    int first, tokens, folds, phase;  // phase: parity
+    bool begins, ends;
 
-    template <int TYPE>
-    __device__ __forceinline__ u32 load(int row) const {
-        return load_bits<TYPE>(ptr, at + row * stride);
-    }
+    __device__ __forceinline__ Chunk(const Draft& draft, int first)
+        : first(first), tokens(first < 0 ? 0 : min(draft.tokens - first, CHUNK)),
+          folds(first == 0 ? draft.held() - draft.early() : CHUNK), phase(first / CHUNK & 1),
+          begins(first == -draft.early()), ends(first + CHUNK >= draft.tokens) {}
 };
+
+// Keys and decays of up to CHUNK tokens.
+struct Records {
+    float k[CHUNK][D], decay[CHUNK][D];
+};
+struct __align__(128) Shared {
+    float tile[ROWS * D];  // the state as memory has it, then in fp32 between two chunks
+    Records records[2];    // of this chunk, and of the tokens before it
+    Draft drafts[WARPS];   // for each warp to have its own
+    float u[CHUNK][ROWS];  // corrections of those before, then of this chunk
+    union {
+        float q[CHUNK][D];
+        float products[SPLIT][2 * CHUNK][ROWS + 8];  // of k, then of q, with S, by parts of K
+    };
+    float factors[CHUNK][FACTOR];  // k D and q D of the tokens, as operand A has them
+    float v[CHUNK][ROWS], gate[CHUNK][ROWS];  // gate: of the norm, with its weight
+    // of tokens t and i <= t: k_t and q_t times k_i, decayed by the tokens in between
+    float kk[CHUNK][CHUNK], qk[CHUNK][CHUNK];
+    float beta[CHUNK], r_q[CHUNK], r_k[CHUNK];  // step sizes; factors of q and k
+    float squares[CHUNK][WARPS], totals[CHUNK][SPLIT];  // of the outputs, by warps and by CTAs
+    ClusterTransactionBarrier arrived;     // the state is there
+    ClusterTransactionBarrier norm_ready;  // the totals of all CTAs are there
+};
+// Read by the host from the compiled kernel.
+template __global__ void shared_bytes<sizeof(Shared)>();
 
 // A channel of the short convolution, or of its output where there is none: the tokens of a chunk,
 // which begins with token ``first`` of the draft.
@@ -100,25 +137,30 @@ struct Channel {
     u32 bias, window[3];  // the three inputs before, as the pool has them
     u32 x[CHUNK];
 
-    __device__ __forceinline__ void fetch(const Params& p, const Draft& draft, const Column& from,
-                                          int channel, int first, int tokens) {
+    __device__ __forceinline__ void fetch(const Params& p, const Draft& draft,
+                                          const Elements& from, int channel, int first,
+                                          int tokens) {
         number = channel;
 #pragma unroll
         for (int t = 0; t < CHUNK; ++t)
             if (t < tokens) x[t] = from.load<DT_X>(t);
         if (!HAS_CONV) return;
         const int column = HAS_WINDOWS ? 0 : max(draft.accepted - 1, 0);
+        const Elements kept = columns(p, draft, column);
 #pragma unroll
         for (int i = 0; i < 3; ++i)
-            window[i] = first > 0
-                            ? as_kept(from.load<DT_X>(i - 3))
-                            : load_bits<DT_CONV>(p.conv_state.ptr, place(p, draft, column + i));
+            window[i] = first > 0 ? as_kept(from.load<DT_X>(i - 3)) : kept.load<DT_CONV>(i);
         taps = static_cast<const Taps*>(p.conv_weight)[channel];
         if (HAS_BIAS) bias = load_bits<DT_BIAS>(p.conv_bias, channel);
     }
-    __device__ __forceinline__ i64 place(const Params& p, const Draft& draft, int column) const {
-        return draft.slot * p.conv_state.stride_n + number * p.conv_state.stride_c +
-               column * p.conv_state.stride_w;
+    // The pool's columns of the channel from one on.
+    __device__ __forceinline__ Elements columns(const Params& p, const Draft& draft,
+                                                int first) const {
+        return Elements::from<DT_CONV>(p.conv_state.ptr,
+                                       draft.slot * p.conv_state.stride_n +
+                                           number * p.conv_state.stride_c +
+                                           first * p.conv_state.stride_w,
+                                       p.conv_state.stride_w);
     }
     __device__ __forceinline__ static u32 as_kept(u32 x) {
         return DT_CONV == DT_X ? x : to_bits<DT_CONV>(to_float<DT_X>(x));
@@ -155,9 +197,19 @@ struct Channel {
     __device__ __forceinline__ void store_window(const Params& p, const Draft& draft, int first,
                                                  int tokens) const {
         if (!HAS_CONV || (HAS_WINDOWS && draft.row < 0)) return;
-        if (!HAS_WINDOWS && first == 0)
-            for (int i = 0; i < 2; ++i)
-                store_bits<DT_CONV>(p.conv_state.ptr, place(p, draft, i), window[i + 1]);
+        if (!HAS_WINDOWS) {
+            const Elements to = columns(p, draft, first);
+            if (first == 0) {
+                to.store<DT_CONV>(0, window[1]);
+                to.store<DT_CONV>(1, window[2]);
+            }
+#pragma unroll
+            for (int t = 0; t < CHUNK; ++t)
+                if (t < tokens) to.store<DT_CONV>(2 + t, as_kept(x[t]));
+            return;
+        }
+        const i64 at = draft.row * p.windows.stride_n + first * p.windows.stride_t +
+                       number * p.windows.stride_c;
         u32 w[3] = {window[0], window[1], window[2]};
 #pragma unroll
         for (int t = 0; t < CHUNK; ++t)
@@ -165,16 +217,11 @@ struct Channel {
                 w[0] = w[1];
                 w[1] = w[2];
                 w[2] = as_kept(x[t]);
-                if (!HAS_WINDOWS) {
-                    store_bits<DT_CONV>(p.conv_state.ptr, place(p, draft, 2 + first + t), w[2]);
-                    continue;
-                }
-                const i64 at = draft.row * p.windows.stride_n + (first + t) * p.windows.stride_t +
-                               number * p.windows.stride_c;
+                const Elements to = Elements::from<DT_WINDOWS>(
+                    p.windows.ptr, at + t * p.windows.stride_t, p.windows.stride_w);
 #pragma unroll
                 for (int i = 0; i < 3; ++i)
-                    store<DT_WINDOWS>(p.windows.ptr, at + i * p.windows.stride_w,
-                                      to_float<DT_CONV>(w[i]));
+                    to.store<DT_WINDOWS>(i, to_bits<DT_WINDOWS>(to_float<DT_CONV>(w[i])));
             }
     }
 };
@@ -184,25 +231,29 @@ struct Inputs {
     Channel key, value;
     u32 beta, a_log, dt_bias;
 
+    // A channel of tokens from one on.
+    __device__ __forceinline__ static Elements elements_of(const Rows& x, i64 token, int channel) {
+        return Elements::from<DT_X>(x.ptr, token * x.stride + channel, x.stride);
+    }
     __device__ __forceinline__ static bool has_value(const Place& at) {
         return at.half == 0 && at.channel < ROWS;
     }
     __device__ __forceinline__ void fetch(const Params& p, const Place& at, const Draft& draft,
                                           int first, int tokens) {
         const i64 token = draft.first + first;
-        const Rows of_key = at.half ? p.k : p.q;
-        const int key_channel = at.head / p.heads_per_key * D + at.channel;
-        const Column keys = {of_key.ptr, token * of_key.stride + key_channel, of_key.stride};
-        key.fetch(p, draft, keys, (at.half * p.heads + at.head) * D + at.channel, first, tokens);
-        const int own = at.head * D + at.channel;
+        const int own = at.head * D + at.channel, row = own + at.rank * ROWS;
+        key.fetch(p, draft,
+                  elements_of(at.half ? p.k : p.q, token,
+                              at.head / p.heads_per_key * D + at.channel),
+                  at.half * p.heads * D + own, first, tokens);
         if (at.half) {
+            const Elements gates = elements_of(p.g, token, own);
 #pragma unroll
             for (int t = 0; t < CHUNK; ++t)
-                if (t < tokens) value.x[t] = load_bits<DT_X>(p.g.ptr, (token + t) * p.g.stride + own);
+                if (t < tokens) value.x[t] = gates.load<DT_X>(t);
         } else if (has_value(at)) {
-            const int channel = own + at.rank * ROWS;
-            const Column values = {p.v.ptr, token * p.v.stride + channel, p.v.stride};
-            value.fetch(p, draft, values, 2 * p.heads * D + channel, first, tokens);
+            value.fetch(p, draft, elements_of(p.v, token, row), 2 * p.heads * D + row, first,
+                        tokens);
         }
         a_log = p.a_log ? load_bits<DT_A>(p.a_log, at.head) : 0;
         dt_bias = p.dt_bias ? load_bits<DT_DT>(p.dt_bias, own) : 0;
@@ -243,12 +294,12 @@ struct Inputs {
         if (at.rank != 0) return;
         key.store_window(p, draft, first, tokens);
         if (at.half == 0 || draft.row < 0) return;
+        const Elements keys = draft.keys(p, at, first);
 #pragma unroll
         for (int t = 0; t < CHUNK; ++t)
             if (t < tokens) {
-                const i64 to = draft.key_gate(p, at, first + t);
-                store<DT_X>(p.key_gate.ptr, to, own.k[t][at.channel]);
-                store_bits<DT_X>(p.key_gate.ptr, to + D, value.x[t]);
+                keys.store<DT_X>(2 * t, to_bits<DT_X>(own.k[t][at.channel]));
+                keys.store<DT_X>(2 * t + 1, value.x[t]);
             }
     }
 };
@@ -272,11 +323,13 @@ struct NormGates {
         if (!HAS_NORM) return;
         const RowShare share(at);
         const int row = at.rank * ROWS + share.row;
-        const i64 from = (draft.first + first) * p.norm_gate.stride + at.head * D + row;
+        const Elements from = Elements::from<DT_Z>(
+            p.norm_gate.ptr,
+            (draft.first + first + share.token) * p.norm_gate.stride + at.head * D + row,
+            share.EACH * p.norm_gate.stride);
 #pragma unroll
         for (int i = 0; i < RowShare::TOKENS; ++i)
-            if (share.of(i) < tokens)
-                gate[i] = load_bits<DT_Z>(p.norm_gate.ptr, from + share.of(i) * p.norm_gate.stride);
+            if (share.of(i) < tokens) gate[i] = from.load<DT_Z>(i);
         weight = load_bits<DT_NORM>(p.norm_weight, row);
     }
     __device__ __forceinline__ void activate(Shared& s, const Place& at) const {
@@ -296,19 +349,18 @@ struct Held {
 
     __device__ __forceinline__ void fetch(const Params& p, const Place& at, const Draft& draft,
                                           int first, int count) {
-        const float* correction = static_cast<const float*>(p.correction.ptr);
         const RowShare share(at);
+        const Elements keys = draft.keys(p, at, first + at.half);
+        const float* const from = draft.corrections(p, at, first + share.token) + share.row;
 #pragma unroll
         for (int i = 0; i < CHUNK / 2; ++i)
             if (2 * i + at.half < count) {
-                const i64 from = draft.key_gate(p, at, first + 2 * i + at.half);
-                k[i] = load_bits<DT_X>(p.key_gate.ptr, from);
-                g[i] = load_bits<DT_X>(p.key_gate.ptr, from + D);
+                k[i] = keys.load<DT_X>(4 * i);
+                g[i] = keys.load<DT_X>(4 * i + 1);
             }
 #pragma unroll
         for (int i = 0; i < RowShare::TOKENS; ++i)
-            if (share.of(i) < count)
-                u[i] = correction[draft.correction(p, at, first + share.of(i)) + share.row];
+            if (share.of(i) < count) u[i] = from[share.EACH * i * D];
     }
     __device__ __forceinline__ void to_shared(const Params& p, Shared& s, Records& to,
                                               const Place& at, const Inputs& inputs,
