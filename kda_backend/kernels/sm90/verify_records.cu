@@ -388,8 +388,8 @@ __device__ __forceinline__ void fetch_state(Shared& s, const Place& at, const St
 
 // From what memory has of a chunk to what its tokens and records are to a state.
 __device__ __forceinline__ void prepare(const Params& p, Shared& s, int first) {
-    const Place at(p);
-    const Draft draft = s.drafts[at.warp];
+    const Draft draft = s.drafts[reread_thread_index() / 32];
+    const Place at(draft.head);
     const Chunk chunk(draft, first);
     Records& own = s.records[chunk.phase];
     Inputs inputs = {};
@@ -414,8 +414,8 @@ __device__ __forceinline__ void prepare(const Params& p, Shared& s, int first) {
 
 // The state through the records before the chunk, and its products with the chunk's tokens.
 __device__ __forceinline__ void advance(const Params& p, Shared& s, int first) {
-    const Place at(p);
-    const Draft draft = s.drafts[at.warp];
+    const Draft draft = s.drafts[reread_thread_index() / 32];
+    const Place at(draft.head);
     const Chunk chunk(draft, first);
     WarpState state(at);
     if (chunk.begins) {
@@ -441,8 +441,8 @@ __device__ __forceinline__ void advance(const Params& p, Shared& s, int first) {
 
 // The chunk's corrections and outputs.
 __device__ __forceinline__ void finish(const Params& p, Shared& s, int first) {
-    const Place at(p);
-    const Draft draft = s.drafts[at.warp];
+    const Draft draft = s.drafts[reread_thread_index() / 32];
+    const Place at(draft.head);
     const Chunk chunk(draft, first);
     RowTokens rows(at);
     rows.correct(p, s, at, draft, first, chunk.tokens);
@@ -461,10 +461,11 @@ __device__ __forceinline__ void finish(const Params& p, Shared& s, int first) {
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     verify_records(const __grid_constant__ Params p) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
-    const Place at(p);
+    const int number = blockIdx.x / SPLIT, sequence = number / p.heads;
+    const Place at(number - sequence * p.heads);
     launch_dependent_grids();
     wait_on_dependent_grids();
-    Draft draft(p, at.n);
+    Draft draft(p, sequence, at.head);
     // what a sequence without tokens holds, it goes on holding
     if (draft.padded(p) || draft.tokens <= 0) {  // the same in all CTAs of the head
         RowTokens rows(at);

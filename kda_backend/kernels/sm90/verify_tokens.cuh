@@ -17,12 +17,10 @@ static constexpr int FACTOR = 2 * D + 16;  // of one token; of two, eight lanes 
 struct Place {
     int t, warp, lane, half, channel;
     int rank, head;  // CTA of the head's cluster; value head
-    i64 n;           // sequence
 
-    __device__ __forceinline__ explicit Place(const Params& p)
+    __device__ __forceinline__ explicit Place(int head)
         : t(reread_thread_index()), warp(t / 32), lane(t % 32), half(t / D), channel(t % D),
-          rank(blockIdx.x % SPLIT), head(blockIdx.x / SPLIT % p.heads),
-          n(blockIdx.x / SPLIT / p.heads) {}
+          rank(blockIdx.x % SPLIT), head(head) {}
 };
 
 // Elements of a tensor from one on, and so far apart: less than 2^27, which the host has made sure of.
@@ -44,15 +42,16 @@ struct Elements {
     }
 };
 
-// A sequence's draft.
+// A sequence's draft, and the CTA's value head.
 struct Draft {
     i64 slot, row, first;  // of states; of records; its first token
-    int tokens, accepted;
+    int tokens, accepted, head;
 
     Draft() = default;
-    __device__ __forceinline__ Draft(const Params& p, i64 n)
+    __device__ __forceinline__ Draft(const Params& p, i64 n, int head)
         : slot(p.indices[n]), row(p.record_indices[n]), first(n * p.tokens_per_sequence),
-          tokens(p.tokens_per_sequence), accepted(p.num_accepted ? p.num_accepted[n] : 0) {
+          tokens(p.tokens_per_sequence), accepted(p.num_accepted ? p.num_accepted[n] : 0),
+          head(head) {
         if (p.cu_seqlens) {
             first = offset(p.cu_seqlens, n);
             tokens = static_cast<int>(offset(p.cu_seqlens, n + 1) - first);
