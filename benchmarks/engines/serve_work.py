@@ -226,7 +226,7 @@ def crowd_parts(side: SideFile, asked: Asked, parts: list[str]) -> None:
     """More requests at once than a server has room for: the tokens that it writes in a second."""
     for name in CROWDS:
         if name in parts:
-            side.part(name, 60, functools.partial(_crowd, side, asked, name))
+            side.part(name, 30, functools.partial(_crowd, side, asked, name))
 
 
 def _crowd(side: SideFile, asked: Asked, name: str) -> None:
