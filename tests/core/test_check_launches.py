@@ -13,7 +13,7 @@ from benchmarks.sanitizer import our_kernels
 ROOT = Path(__file__).parents[2]
 HOPPERS = {
     *(("kda", name) for name in ("intra_chunk", "scan", "scan_split", "one_launch", "decode_step")),
-    *(("kda", name) for name in ("segment_ends", "merge_segments")),
+    *(("kda", name) for name in ("segment_ends", "merge_segments", "verify_records")),
     *(("mla", name) for name in ("mla_decode", "mla_combine", "split_plan")),
     *(("mla", f"{name}_sm90_kernel") for name in ("sparse_mla", "sparse_mla_rows")),
     ("block_sparse", "block_sparse_sm90_kernel"),

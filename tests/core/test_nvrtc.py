@@ -24,7 +24,8 @@ def kernels() -> dict[str, Any]:
     found: dict[str, Any] = {}
     named = (*kda.prefill_variants(), *kda.one_launch_variants(), *mla.variants().items())
     step = kda.step_variant(1, 4, next(iter(kda.STEPS)))
-    for variant in (step, *(variant for _, variant in named)):
+    records = kda.records_variant(1)
+    for variant in (step, records, *(variant for _, variant in named)):
         found.setdefault(str(variant[0].relative_to(ROOT)), variant)
     return found
 

@@ -196,12 +196,12 @@ PLANTED = {
     "the chunks of a cluster do not meet": (
         "            cluster_sync();\n",
         "            __syncthreads();\n",
-        r"race: verify_records\.cu:\d+ `.*store_shared_remote.*nothing orders",
+        r"race: verify_rows\.cuh:\d+ `.*store_shared_remote.*nothing orders",
     ),
     "a barrier of the CTA dropped": (
         "first, chunk.tokens);\n    __syncthreads();\n",
         "first, chunk.tokens);\n",
-        r"race: verify_records\.cu:\d+ .*nothing orders",
+        r"race: verify_\w+\.cuh?:\d+ .*nothing orders",
     ),
 }
 

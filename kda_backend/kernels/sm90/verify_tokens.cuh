@@ -14,6 +14,10 @@ static constexpr int GROUP = 4;  // tokens that a thread computes side by side
 
 static constexpr int FACTOR = 2 * D + 16;  // of one token; of two, eight lanes have all banks
 
+__device__ __forceinline__ float4 load4(const float* p) {
+    return *reinterpret_cast<const float4*>(p);
+}
+
 struct Place {
     int t, warp, lane, half, channel;
     int rank, head;  // CTA of the head's cluster; value head
