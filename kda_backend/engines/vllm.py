@@ -7,7 +7,8 @@ to another family. vLLM builds a KDA layer as the class that is registered in pl
 name, once a model has imported the module that defines it: `vllm_layer` and one small file for each
 model's layer. Without the flag that class turns into upstream's as it is built. The flag also has
 vLLM capture longer prefill steps (`vllm_graphs`), keep states of the dtype that the user asks for
-(`vllm_states`), and cut prompts where bits stay the same, if the user asks for that (`vllm_cuts`).
+(`vllm_states`), and, if the user asks for that, cut prompts where bits stay the same (`vllm_cuts`)
+and commit drafts from records (`vllm_drafts`, `vllm_records`).
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def register() -> None:
     after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.capture_layers)
     after_import("vllm.config.vllm", vllm_cuts.leave_prefixes)
     after_import("vllm.v1.core.sched.scheduler", vllm_cuts.cut_prompts)
+    after_import("vllm.v1.worker.gpu.model_states.mamba_hybrid", _commit_records)
     for part in seam_list.SIZING:
         module, _, model = part.seams[-1].place.partition(":")
         act = functools.partial(_honour_state_dtype, model.partition(".")[0], part)
@@ -88,6 +90,13 @@ def _honour_state_dtype(model: str, part: Part, module: ModuleType) -> None:
         from kda_backend.engines.vllm_states import honour_in_model
 
         honour_in_model(module, model)
+
+
+def _commit_records(module: ModuleType) -> None:
+    if seams.difference(seam_list.VLLM_RECORDS) is None:
+        from kda_backend.engines.vllm_records import commit_in
+
+        commit_in(module)
 
 
 def replace_layer(module: ModuleType) -> None:
