@@ -409,7 +409,6 @@ SGLANG_RECORDS = Part(
             "KVCacheConfigurator._handle_max_mamba_cache",
             body=True,
         ),
-        Seam("sglang.srt.configs.hybrid_arch:hybrid_kda_config"),
         Seam("sglang.srt.runtime_context:max_speculative_num_draft_tokens", takes=""),
         Seam("sglang.srt.runtime_context:get_exec", takes=""),
         Seam("sglang.srt.runtime_context:get_disagg", takes=""),
