@@ -79,6 +79,20 @@ KIMI_LINEAR, K3_NVIDIA, K3_AMD = (
     )
 )
 _RECOVER = "vllm.models.kimi_k3.nvidia.ops.recoverssm"
+_STATE = "vllm.v1.worker.gpu.model_states"
+# of a step's metadata, which the runner asks for it
+_COMMIT = (
+    Seam(
+        "vllm.v1.attention.backends.recoverssm_metadata:RecoverSSMMetadata.commit_recoverssm_state",
+        takes="num_accepted_tokens",
+    ),
+    Seam(
+        "vllm.v1.attention.backends.recoverssm_metadata:RecoverSSMPostprocessMetadata",
+        given="num_spec_decodes request_indices block_table num_computed_tokens block_size",
+    ),
+    Seam(f"{_STATE}.recoverssm:RecoverSSMState.record_step", body=True),
+    Seam(f"{_STATE}.recoverssm:RecoverSSMState.commit_step", body=True),
+)
 K3_RECORDS = Part(
     "vllm",
     "records of drafts of Kimi-K3",
@@ -95,11 +109,14 @@ K3_RECORDS = Part(
             "vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention._recoverssm_verify",
             body=True,
         ),
-        Seam("vllm.models.kimi_k3.nvidia.kda_metadata:KimiK3KDAMetadata", has="recoverssm_commit"),
+        Seam(
+            "vllm.models.kimi_k3.nvidia.kda_metadata:KimiK3KDAMetadata",
+            has="recoverssm_commit commit_recoverssm_state",
+        ),
+        *_COMMIT,
     ),
 )
 _CONTEXT = f"{_RECOVER}:KDARecoverSSMCommitContext"
-_STATE = "vllm.v1.worker.gpu.model_states"
 VLLM_RECORDS = Part(
     "vllm",
     "records of drafts of other KDA layers",
@@ -121,18 +138,7 @@ VLLM_RECORDS = Part(
         Seam(f"{_RECOVER}:_prepare_commit_plan_kernel", body=True),
         Seam(f"{_RECOVER}:_commit_kda_state_kernel", body=True),
         Seam(f"{_RECOVER}:_compact_conv_state_kernel", body=True),
-        # the step's metadata, by which the runner commits
-        Seam(
-            "vllm.v1.attention.backends.recoverssm_metadata:"
-            "RecoverSSMMetadata.commit_recoverssm_state",
-            takes="num_accepted_tokens",
-        ),
-        Seam(
-            "vllm.v1.attention.backends.recoverssm_metadata:RecoverSSMPostprocessMetadata",
-            given="num_spec_decodes request_indices block_table num_computed_tokens block_size",
-        ),
-        Seam(f"{_STATE}.recoverssm:RecoverSSMState.record_step", body=True),
-        Seam(f"{_STATE}.recoverssm:RecoverSSMState.commit_step", body=True),
+        *_COMMIT,
         Seam(f"{_STATE}.mamba_hybrid:MambaHybridModelState", has="recoverssm"),
         Seam(
             f"{_STATE}.mamba_hybrid:MambaHybridModelState.__init__",

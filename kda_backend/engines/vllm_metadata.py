@@ -55,14 +55,17 @@ class KeepsLengths:
 
     def get_attn_backend(self) -> Any:
         """Upstream's backend, whose builder leaves the lengths with the metadata, and what commits
-        records of ours."""
+        records."""
         upstream: Any = super().get_attn_backend  # type: ignore[misc]
         if batch_invariant() and upstream.__func__ is MambaBase.get_attn_backend:
             # which raises: no backend of upstream's says that it is
             return _keeping_lengths(self.mamba_type.get_class())
         backend = _keeping_lengths(upstream())
-        recording = getattr(self.recoverssm_records, "recording", None)
-        return backend if recording is None else recording(backend)
+        if self.recoverssm_records is None:
+            return backend
+        from kda_backend.engines.vllm_records import committing  # of releases that commit any
+
+        return committing(self.recoverssm_records, backend)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Upstream's, with slots for the states of drafted tokens where no records are kept.

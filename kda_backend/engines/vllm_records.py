@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -49,10 +50,6 @@ class LayerRecords:
     key_gate: torch.Tensor
     lower_bound: float | None
     committed: bool = False
-
-    def recording(self, backend: Any) -> Any:
-        """A subclass of a backend of vLLM's, whose metadata commits records."""
-        return _recording(backend)
 
 
 def records_for(vllm_config: Any, module: Any, lower_bound: float | None) -> LayerRecords:
@@ -127,19 +124,18 @@ class RecordsMetadata(GDNAttentionMetadata, RecoverSSMMetadata):  # type: ignore
         self, num_accepted_tokens: torch.Tensor
     ) -> RecoverSSMPostprocessMetadata | None:
         """Bring states and windows up to date; ``num_accepted_tokens [rows]``, with the token
-        sampled last. Called by the runner once for each step.
+        sampled last. Called by the runner once for each step."""
+        return _commit_all(self._commit, num_accepted_tokens)
 
-        A prompt's token in a step by itself runs as a draft, behind which nothing is sampled unless
-        it is the prompt's last."""
+    def _commit(self, num_accepted_tokens: torch.Tensor) -> RecoverSSMPostprocessMetadata | None:
         commit, number = self.kda_commit, self.num_spec_decodes
         if commit is None:
             return None
         slots, bounds = self.spec_state_indices_tensor, self.spec_query_start_loc
         assert slots is not None and bounds is not None
         aligned = commit.blocks is not None
-        accepted = num_accepted_tokens.clamp(min=1)
         commit.group.context().commit(
-            accepted,
+            num_accepted_tokens,
             slots[:number, 0],
             bounds[: number + 1],
             request_indices=commit.requests,
@@ -153,10 +149,25 @@ class RecordsMetadata(GDNAttentionMetadata, RecoverSSMMetadata):  # type: ignore
             num_spec_decodes=number,
             request_indices=commit.requests,
             block_table=commit.blocks,
-            # to which the runner adds what was sampled, for the tokens that the states hold
-            num_computed_tokens=commit.computed + (accepted - num_accepted_tokens),
+            num_computed_tokens=commit.computed,
             block_size=commit.block_size,
         )
+
+
+def _commit_all(
+    commit: Callable[[torch.Tensor], RecoverSSMPostprocessMetadata | None],
+    num_sampled: torch.Tensor,
+) -> RecoverSSMPostprocessMetadata | None:
+    """Let ``commit`` accept the first token of each draft whatever is sampled behind it: a prompt's
+    token in a step by itself runs as a draft, of which nothing is sampled unless it is the prompt's
+    last."""
+    accepted = num_sampled.clamp(min=1)
+    found = commit(accepted)
+    if found is None:
+        return None
+    # to which the runner adds what was sampled, for the tokens that the states hold
+    computed = found.num_computed_tokens + (accepted - num_sampled)
+    return dataclasses.replace(found, num_computed_tokens=computed)
 
 
 class CommitGroup:
@@ -207,6 +218,26 @@ def _as_kimi_k3s(layer: Any) -> SimpleNamespace:
         head_dim=layer.head_dim,
         gate_lower_bound=layer.recoverssm_records.lower_bound,
     )
+
+
+def committing(records: Any, backend: Any) -> Any:
+    """A subclass of a backend of vLLM's, whose metadata commits ``records``: ours, or those of
+    Kimi-K3, which upstream's metadata commits."""
+    return (_recording if isinstance(records, LayerRecords) else _recorded)(backend)
+
+
+@functools.cache
+def _recorded(backend: Any) -> Any:
+    upstream: Any = backend.get_builder_cls()
+
+    class Builder(upstream):  # type: ignore[misc]
+        def build(self, *args: Any, **options: Any) -> Any:
+            metadata = super().build(*args, **options)
+            commit = metadata.commit_recoverssm_state
+            metadata.commit_recoverssm_state = functools.partial(_commit_all, commit)
+            return metadata
+
+    return _with_builder(backend, Builder)
 
 
 @functools.cache
@@ -271,10 +302,14 @@ def _recording(backend: Any) -> Any:
             metadata.kda_commit = Commit(self._group, requests, kept, computed, size)
             return metadata
 
+    return _with_builder(backend, Builder)
+
+
+def _with_builder(backend: Any, builder: Any) -> Any:
     class Backend(backend):  # type: ignore[misc]
         @staticmethod
         def get_builder_cls() -> Any:
-            return Builder
+            return builder
 
-    Backend.__qualname__ = f"Recording{backend.__qualname__}"
+    Backend.__qualname__ = f"Commits{backend.__qualname__}"
     return Backend
