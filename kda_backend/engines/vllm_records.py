@@ -181,6 +181,7 @@ class CommitGroup:
         known = vllm_config.compilation_config.static_forward_context
         self._layers = [known[name] for name in layer_names]
         self._context: Any = None
+        self._gates: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._sizes = {
             "spec_query_len": 1 + vllm_config.num_speculative_tokens,
             "max_num_reqs": vllm_config.scheduler_config.max_num_seqs,
@@ -196,14 +197,13 @@ class CommitGroup:
         may load them anew."""
         from vllm.models.kimi_k3.nvidia.ops.recoverssm import KDARecoverSSMCommitContext
 
-        layers = [_as_kimi_k3s(layer) for layer in self._layers]
         if self._context is None:
+            layers = [_as_kimi_k3s(layer) for layer in self._layers]
             self._context = KDARecoverSSMCommitContext.create(layers, **self._sizes)
-        else:
-            torch.stack([layer.A_log for layer in layers], out=self._context.A_log)
-            shape = self._context.dt_bias.shape[1:]
-            biases = [layer.dt_bias.view(shape) for layer in layers]
-            torch.stack(biases, out=self._context.dt_bias)
+            self._gates = [layer.A_log for layer in layers], [layer.dt_bias for layer in layers]
+        a_logs, biases = self._gates
+        torch.stack(a_logs, out=self._context.A_log)
+        torch.stack(biases, out=self._context.dt_bias)
         return self._context
 
 
@@ -213,7 +213,7 @@ def _as_kimi_k3s(layer: Any) -> SimpleNamespace:
         kv_cache=layer.kv_cache,
         recoverssm_records=layer.recoverssm_records,
         A_log=layer.A_log.data.view(-1),
-        dt_bias=layer.dt_bias.data,
+        dt_bias=layer.dt_bias.data.view(layer.local_num_heads, layer.head_dim),
         local_num_heads=layer.local_num_heads,
         head_dim=layer.head_dim,
         gate_lower_bound=layer.recoverssm_records.lower_bound,

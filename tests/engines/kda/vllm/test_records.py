@@ -29,6 +29,7 @@ from tests.engines.kda.vllm.harness import (
 )
 from tests.engines.kda.vllm.models import MODELS, build, definition_of
 from tests.engines.kda.vllm.runner import WRONG, Runner
+from tests.engines.kda.weights import Definition, drawn
 from tests.engines.vllm_process import common_metadata
 
 pytestmark = [
@@ -242,6 +243,27 @@ def test_a_token_behind_which_nothing_is_sampled_is_one_of_the_states() -> None:
     assert (found.num_computed_tokens + nothing).tolist() == [17] and found.block_size == 16
     assert relative_error(layer.kv_cache[1][5], definition.state[0]) < TOLERANCE
     assert relative_error(layer.kv_cache[0][5].T[:, :3], definition.window) < TOLERANCE
+
+
+def test_weights_that_are_loaded_anew_are_those_of_the_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = Graph("Ling-V3", monkeypatch)
+    layer, weights = graph.layer, drawn(2, MODELS["Ling-V3"].low_rank)
+    x, slots = hidden(graph.size * DRAFT), [3, 5, 7, 2]
+    ones, drafted = torch.ones(graph.size, dtype=torch.int32), torch.full((graph.size,), DRAFT - 1)
+    for moved in (0.0, 0.5, -0.25):
+        for name in ("A_log", "dt_bias"):
+            weights[name] = weights[name] + moved
+            parameter = getattr(layer, name)
+            parameter.data.copy_(weights[name].view(parameter.shape))
+        window, state = layer.kv_cache[0][3].T[:, :3].clone(), layer.kv_cache[1][3].clone()
+        definition = Definition(weights, -5.0, window, state)
+        definition.run(x[:DRAFT])
+        metadata = graph.builder.build(0, graph.batch(slots), ones, drafted)
+        run_layer(layer, graph.config, x, metadata)
+        metadata.commit_recoverssm_state(ones * DRAFT)
+        assert relative_error(layer.kv_cache[1][3], definition.state[0]) < TOLERANCE
 
 
 def refused(config: VllmConfig, caplog: pytest.LogCaptureFixture, name: str = "Ling-V3") -> str:
