@@ -78,7 +78,6 @@ def register() -> None:
     after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.capture_layers)
     after_import("vllm.config.vllm", vllm_cuts.leave_prefixes)
     after_import("vllm.v1.core.sched.scheduler", vllm_cuts.cut_prompts)
-    after_import("vllm.v1.worker.gpu.model_states.mamba_hybrid", _commit_records)
     for part in seam_list.SIZING:
         module, _, model = part.seams[-1].place.partition(":")
         act = functools.partial(_honour_state_dtype, model.partition(".")[0], part)
@@ -90,13 +89,6 @@ def _honour_state_dtype(model: str, part: Part, module: ModuleType) -> None:
         from kda_backend.engines.vllm_states import honour_in_model
 
         honour_in_model(module, model)
-
-
-def _commit_records(module: ModuleType) -> None:
-    if seams.difference(seam_list.VLLM_RECORDS) is None:
-        from kda_backend.engines.vllm_records import commit_in
-
-        commit_in(module)
 
 
 def replace_layer(module: ModuleType) -> None:

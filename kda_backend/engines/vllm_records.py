@@ -17,7 +17,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.recoverssm_metadata import (
     RecoverSSMMetadata,
     RecoverSSMPostprocessMetadata,
 )
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
 
 from backend_core.engines.vllm_flag import say
@@ -53,11 +54,12 @@ class LayerRecords:
 
 
 def records_for(vllm_config: Any, module: Any, lower_bound: float | None) -> LayerRecords:
-    """Memory for the drafts of one layer.
+    """Memory for the drafts of one layer, which the runner is told to commit.
 
     Args:
         module: the engine's layer: its heads.
     """
+    _commit_in_runner()
     number, drafted = vllm_config.scheduler_config.max_num_seqs, vllm_config.num_speculative_tokens
     made = Records.empty(
         (number,),
@@ -76,10 +78,10 @@ def records_for(vllm_config: Any, module: Any, lower_bound: float | None) -> Lay
     return LayerRecords(*made[:2], lower_bound)
 
 
-def commit_in(module: ModuleType) -> None:
-    """Let ``MambaHybridModelState`` of vLLM's module ``vllm.v1.worker.gpu.model_states
-    .mamba_hybrid`` commit records of ours as it does Kimi-K3's; a second call changes nothing."""
-    upstream = module.MambaHybridModelState.__init__
+def _commit_in_runner() -> None:
+    """Let ``MambaHybridModelState``, which the runner makes once a model is built, commit records
+    of ours as it does Kimi-K3's; a second call changes nothing."""
+    upstream = MambaHybridModelState.__init__
     if hasattr(upstream, _INSTALLED):
         return
 
@@ -93,7 +95,7 @@ def commit_in(module: ModuleType) -> None:
                 self.recoverssm = self.recoverssm or RecoverSSMState()
 
     setattr(init, _INSTALLED, True)
-    module.MambaHybridModelState.__init__ = init
+    MambaHybridModelState.__init__ = init
 
 
 @dataclass
