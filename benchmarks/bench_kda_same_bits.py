@@ -2,11 +2,12 @@
 
     python -m benchmarks.bench_kda_same_bits --output benchmarks/results/kda_same_bits_h200.json
 
-First `tools.fuzz.kda_same_bits` draws so many requests of a layer (``requests``) and counts those
-whose bits are the same in every batch (``equal``); one that differs ends the run, and is printed
-with its number. Then ``rows`` has times of decode steps (``decode``), of prefills (``prefill``) and
-of a layer's whole prefill (``layer``) in µs: ``free_us`` as the table chooses by the size of the
-call, ``invariant_us`` with `KdaShape.batch_invariant`.
+First `tools.fuzz.kda_same_bits` draws so many requests of a layer (``requests``), puts each among
+others in so many ways (``ways``), and counts those whose bits never change (``equal``); one that
+differs ends the run, and is printed with its number. Then ``rows`` has times of decode steps
+(``decode``), of prefills (``prefill``) and of a layer's whole prefill (``layer``) in µs:
+``free_us`` as the table chooses by the size of the call, ``invariant_us`` with
+`KdaShape.batch_invariant`.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = dict(environment())
     drawn, found = different(args.requests, args.seconds)
-    result |= {"requests": drawn, "equal": drawn - len(found), "rows": []}
-    print(f"{drawn - len(found)} of {drawn} requests have the same bits in every batch", flush=True)
+    equal = drawn - len(found)
+    result |= {"requests": drawn, "ways": kda_same_bits.AMONG, "equal": equal, "rows": []}
+    print(f"{equal} of {drawn} requests have the same bits in every batch", flush=True)
     if found:
         sys.exit("\n".join([*found[:20], "no times were taken"]))
     with torch.inference_mode():

@@ -7,8 +7,9 @@ fp32 states, K = V = 128 and an unbounded gate. ``records_us`` is ``kda_verify_s
 one launch, which folds what was accepted of the draft before, 1 to ``drafts`` tokens uniformly.
 ``commit_us`` is ``kda_commit_`` alone, for an engine that wants its states between steps, and
 ``alone_us`` the verification then, with nothing to fold. ``states_us`` has a slot of the pool for
-each token (vLLM's form), which leaves nothing to commit. ``records_64_us`` and ``records_128_us``
-have so many key channels per inner step, whatever the table says. Peers include their commits.
+each token (vLLM's form), which leaves nothing to commit. ``triton_us`` is the Triton kernel, and
+``split_1_us`` and its like the Hopper kernel with so many CTAs of a head, whatever the table says.
+Peers include their commits.
 ``floor_us`` is the time of one state read and one written, of the records that are read and written
 and of the tokens, at the copy bandwidth of the same run. Graphs and cold states are as in
 ``bench_kda_decode``. ``drift`` has errors of 2,000 steps of drafting and accepting.
@@ -144,6 +145,17 @@ def floor_us(x: Drafts, bandwidth: float) -> float:
     return heads * (states + records + tokens) / bandwidth / 1e3
 
 
+@functools.cache
+def forced_selections(heads: int) -> dict[str, KdaSelection]:
+    """The Triton row of this GPU's table, and each form of the Hopper kernel where it has that."""
+    shape, operator = KdaShape(heads, heads, DIM, DIM), "verify_records"
+    found = {"triton": only(shape, "fused", operator)}
+    if any(row.name == "fused_sm90" for row in selection_of(heads).verify_records.rows):
+        for split in (1, 2, 4):
+            found[f"split_{split}"] = only(shape, "fused_sm90", operator, split=split)
+    return found
+
+
 def measure(
     heads: int, sequences: int, tokens: int, peers: dict[str, VerifyPeer], gbs: float
 ) -> Row:
@@ -151,9 +163,8 @@ def measure(
     records = records_of(x)
     row: Row = {"H": heads, "batch": sequences, "drafts": tokens}
     row["records_us"] = time_us(from_records(x, selection, records), x)
-    for inner in (64, 128):
-        forced = only(KdaShape(heads, heads, DIM, DIM), "fused", "verify_records", k_inner=inner)
-        row[f"records_{inner}_us"] = time_us(from_records(x, forced, records), x)
+    for name, forced in forced_selections(heads).items():
+        row[f"{name}_us"] = time_us(from_records(x, forced, records), x)
     row["commit_us"] = time_us(commit_of(x, selection, records), x)
     row["alone_us"] = time_us(from_records(x, selection, records, folds=False), x)
     row["states_us"] = time_us(from_states(x, selection), x)

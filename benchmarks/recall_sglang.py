@@ -96,6 +96,11 @@ VARIANTS = {
         (*FLAGS["flag"], *_DRAFTS, "--disable-prefill-cuda-graph"),
         drafts=True,
     ),
+    "records": SglangVariant(
+        "flag, ngram drafts from records",
+        (*FLAGS["flag"], *_DRAFTS, "--enable-linear-replayssm-spec"),
+        drafts=True,
+    ),
     "fp8": SglangVariant("flag, fp8 KV cache", (*FLAGS["flag"], "--kv-cache-dtype", "fp8_e4m3")),
     "sleep": SglangVariant(
         "flag, after sleep and reload",

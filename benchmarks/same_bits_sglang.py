@@ -32,6 +32,7 @@ def server_of(variant: Variant, args: argparse.Namespace, port: int, log: Path) 
     options = [
         *("--chunked-prefill-size", "512", "--max-running-requests", "64"),
         *("--max-total-tokens", "1000000", "--max-mamba-cache-size", "4000"),
+        *("--mem-fraction-static", "0.85"),  # what other servers take is of the rest
         *("--enable-deterministic-inference", "--enable-metrics", *FLAGS["flag"]),
         *("--tp-size", str(args.ranks)),
         *variant.options,

@@ -49,7 +49,10 @@ PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
 SERVED = "KDA layers on"  # of the line that this package writes at model load
 FULL_ATTENTION = ("default", "triton")  # sglang's own choice of MLA, which is fa3 on Hopper
-PARTS = ("first", "calls", "decode", "mixed", "tokens", "profile", "long_tokens", "crowd")
+PARTS = (
+    *("first", "calls", "decode", "mixed", "tokens", "profile", "long_tokens"),
+    *serve_work.CROWDS,
+)
 NO_GRAPHS = "no_prefill_graphs"  # a variant of the flag's side
 BESIDE = {"mem_fraction_static": 0.85, "max_total_tokens": 400000, "max_mamba_cache_size": 400}
 TOWERS = {
@@ -245,8 +248,7 @@ def measure(
         side.part("calls", 25, lambda: serve_work.call_rows(side, asked))
     if "mixed" in parts:
         serve_work.mixed_part(side, asked)
-    if "crowd" in parts:
-        serve_work.crowd_part(side, asked)
+    serve_work.crowd_parts(side, asked, parts)
     if asked.turn is None:
         serve_work.tokens_parts(side, asked, parts)
     if "profile" in parts:

@@ -26,7 +26,8 @@ Parts of ``run``, on one load of the model:
 - tokens: greedy ones for 64 prompts, all at once and one after the other.
 - long_tokens, only where it is named: those for 16 prompts of 4,096 to 9,000 tokens, again from the
   prefix cache, and with other ends.
-- crowd, only where it is named: 384 requests at once, more than have room.
+- crowd and long_crowd, only where they are named: more requests at once than have room
+  (`benchmarks.crowd`).
 - profile: of each rank, kernels, how busy the GPU is, and Python functions.
 
 Weights are drawn where vLLM loads them, before it derives others from them and captures graphs:
@@ -65,7 +66,7 @@ PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
 HOST_CALL, HOST_CALLS = (1, 2048), 10
 PARTS = (
     *("first", "calls", "decode", "mixed", "tokens", "profile", "long", "shared", "long_tokens"),
-    "crowd",
+    *serve_work.CROWDS,
 )
 CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's own sizes on Hopper
 BESIDE = {"kv_cache_memory_bytes": 8 * 2**30, "gpu_memory_utilization": 0.2}
@@ -162,10 +163,13 @@ class Asked(serve_work.Asked):
 
         asked = self.requests(prompts, new_tokens)
         torch.cuda.synchronize()
+        self.log.most_running = 0
         start = time.perf_counter()
         self.llm.generate(*asked, use_tqdm=False)
         torch.cuda.synchronize()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.most_running = self.log.most_running
+        return seconds
 
     def greedy(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         asked = self.requests(prompts, [serve_agreement.NEW_TOKENS] * len(prompts), logprobs=2)
@@ -206,8 +210,7 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
             side.part(f"decode {count}", 5, work)
     if "mixed" in parts:
         serve_work.mixed_part(side, asked)
-    if "crowd" in parts:
-        serve_work.crowd_part(side, asked)
+    serve_work.crowd_parts(side, asked, parts)
     if asked.turn is None:
         serve_work.tokens_parts(side, asked, parts)
     if "profile" in parts:

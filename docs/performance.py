@@ -77,6 +77,7 @@ def pages() -> dict[str, tuple[str, list[str]]]:
                 *kda.layer(),
                 *kda.decode(),
                 *kda.state_formats(),
+                *kda.verification(),
                 *kda.same_bits(),
             ],
         ),

@@ -39,6 +39,10 @@ _TUNE: Mapping[tuple[str, str], TuneSpace] = {
         "whole_step": {"num_warps": (2, 4, 8), "k_inner": (16, 32, 64)},
         "bare_step": {"block_v": (16, 32, 64, 128), "split_num_warps": (1, 2, 4)},
     },
+    ("verify_records", "fused_sm90"): {
+        "records": {"split": (1, 2, 4)},
+        "commit": {"fold_block_v": (16, 32, 64), "fold_num_warps": (1, 2, 4)},
+    },
     ("verify_records", "fused"): {
         "records": {"num_warps": (2, 4, 8), "k_inner": (32, 64, 128)},
         "commit": {"fold_block_v": (16, 32, 64), "fold_num_warps": (1, 2, 4)},

@@ -117,6 +117,21 @@ class FusedRecordsParams:
 
 
 @dataclass(frozen=True)
+class FusedRecordsSm90Params:
+    """Verification of drafts from records in CUDA C++, and the fold of records in Triton.
+
+    Attributes:
+        split: CTAs of a cluster that share a head's state.
+        k_inner, fold_block_v, fold_num_warps: of the fold, as in `FusedRecordsParams`.
+    """
+
+    split: Literal[1, 2, 4]
+    k_inner: UpTo128
+    fold_block_v: UpTo128
+    fold_num_warps: Warps
+
+
+@dataclass(frozen=True)
 class PrefillCostModel:
     """Times from which the Hopper prefill chooses how its two stages share the SMs, in ns.
 
@@ -216,7 +231,15 @@ TABLES = TableSchema(
             {"fused_sm90": FusedStepSm90Params, "fused": FusedStepParams, "torch": NoParams},
         ),
         _operator("verify", _SEQUENCES, {"fused": FusedVerifyParams, "torch": NoParams}),
-        _operator("verify_records", _SEQUENCES, {"fused": FusedRecordsParams, "torch": NoParams}),
+        _operator(
+            "verify_records",
+            _SEQUENCES,
+            {
+                "fused_sm90": FusedRecordsSm90Params,
+                "fused": FusedRecordsParams,
+                "torch": NoParams,
+            },
+        ),
     ),
     sections={"cost_model": PrefillCostModel},
 )

@@ -24,7 +24,6 @@ from kda_backend.contract.values import (
     NormInputs,
     PrefillCall,
     PreparedPrefill,
-    RecurrentCall,
     StateRef,
     TokenInputs,
 )
@@ -311,26 +310,6 @@ def verify(
     )
 
 
-def decode_or_start(
-    weights: LayerWeights,
-    selection: KdaSelection,
-    x: Projections,
-    conv_pool: torch.Tensor,
-    state: StateRef,
-    step_plan: StepPlan,
-) -> None:
-    """Sequences of one token, or none for padding, some of which may start with it.
-
-    Arguments as :func:`prefill`; the recurrent kernel between its convolution and its norm.
-    """
-    conv = ConvInputs(conv_pool, weights.conv)
-    _check_sequences(weights, selection, x, conv, state, step_plan)
-    rows = _token_inputs(x, short_conv(x.qkv, conv, state, step_plan), selection)
-    run = selection.recurrent.run(step_plan.num_sequences * rows.v.shape[2])
-    run(RecurrentCall(rows, weights.gate, step_plan.cu_seqlens, state, x.out.unsqueeze(0)))
-    gated_norm(x.out, _norm(weights, x), step_plan)
-
-
 def _check_sequences(
     weights: LayerWeights,
     selection: KdaSelection,
@@ -339,8 +318,8 @@ def _check_sequences(
     state: StateRef,
     step_plan: StepPlan,
 ) -> TokenInputs:
-    """Everything that `prefill` and `decode_or_start` read or write, before anything is written;
-    returns the tokens before the convolution."""
+    """Check everything that `prefill` reads or writes, before anything is written; returns the
+    tokens before the convolution."""
     check_short_conv(x.qkv, conv, state, step_plan)
     expect_stride("g", x.g, 2, 1)
     rows = _token_inputs(x, x.qkv, selection)

@@ -265,6 +265,8 @@ def kda_verify_step(
         check_rows("intermediate_indices", draft.indices, "row", draft.states)
     if draft.correction is not None and draft.indices is not None:
         check_rows("record_indices", draft.indices, "row", draft.correction)
+    if draft.correction is not None and selection is None and not is_aligned(state, conv):
+        chosen = selection_for(tokens.q.device, replace(chosen.shape, aligned_state=False))
     if out is None:
         # the kernel does not write rows that belong to no sequence
         out = torch.zeros(tokens.v.shape, dtype=tokens.v.dtype, device=tokens.v.device)

@@ -76,7 +76,7 @@ class KdaShape:
             needs.add("deterministic_prefix")
         if self.batch_invariant:
             needs.add("batch_invariant")
-        if operator == "decode_step" and not self.aligned_state:
+        if operator in ("decode_step", "verify_records") and not self.aligned_state:
             needs.add("unaligned_state")
         return frozenset(needs)
 

@@ -64,6 +64,9 @@ class StepPlan:
         long_sequences: the number of sequences with more than half as many chunks as the longest;
             if the host does not know the lengths, all of them.
         chunk_table: on the device, which tokens each chunk covers; only the GPU paths need it.
+        as_one: a CUDA graph's, for any batch of ``T`` tokens in ``N`` rows, some of which may have
+            neither tokens nor a slot. Launches are sized for all rows, and their schedule is chosen
+            as for one sequence, whose chain of chunks is what a schedule can shorten.
         prepared: the launches of calls of this plan, by their layout; they hold no address but the
             plan's.
     """
@@ -77,7 +80,13 @@ class StepPlan:
     max_chunks: int
     long_sequences: int
     chunk_table: ChunkTable | None
+    as_one: bool = False
     prepared: Prepared = field(default_factory=Prepared, init=False, repr=False, compare=False)
+
+    @property
+    def scheduled_chunks(self) -> int:
+        """Chunks of the batch that a schedule is chosen for."""
+        return -(-self.num_tokens // CHUNK) if self.as_one else self.num_chunks
 
     @functools.cached_property
     def chunk_begins(self) -> torch.Tensor:
@@ -97,12 +106,13 @@ def build_step_plan(
     *,
     cu_seqlens_cpu: torch.Tensor | None = None,
     chunk_table: bool = True,
+    as_one: bool = False,
 ) -> StepPlan:
     """Describe a packed batch without reading the device from the host.
 
     Offsets in host memory (``cu_seqlens_cpu``, or ``cu_seqlens`` itself on a CPU) are checked.
-    Offsets that are only on a GPU are trusted: they must start at 0, not decrease and end at
-    ``num_tokens``.
+    Offsets that are only on a GPU are trusted: they must not decrease, and start at 0 and end at
+    ``num_tokens``, or with ``as_one`` within these; tokens outside belong to no sequence.
 
     Args:
         cu_seqlens: ``[N + 1]`` int32 or int64.
@@ -111,6 +121,7 @@ def build_step_plan(
             the choice of the path and the sizes of launches are exact.
         chunk_table: build the device tables that the Triton kernels read. It must be ``False`` for
             tensors on a CPU, whose path reads none, unless Triton's interpreter is on.
+        as_one: as `StepPlan` has it; the host then knows no lengths.
 
     Raises:
         ValueError: wrong rank, dtype, device or values.
@@ -147,6 +158,7 @@ def build_step_plan(
         max_chunks,
         long_sequences,
         table,
+        as_one,
     )
 
 

@@ -24,16 +24,22 @@ KDA_KERNELS = ("causal_conv1d_update", "kda", "decode_step", "recurrent", "rms_n
 
 
 class StepLog:
-    """When the engine scheduled how many tokens. ``llm`` runs its engine in this process."""
+    """When the engine scheduled how many tokens. ``llm`` runs its engine in this process.
+
+    Attributes:
+        most_running: requests that ran at a time since the last call of `of` began.
+    """
 
     def __init__(self, llm: Any) -> None:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         schedule = scheduler.schedule
         self.steps: list[tuple[float, int]] = []
+        self.most_running = 0
 
         def logged(*args: Any, **options: Any) -> Any:
             found = schedule(*args, **options)
             self.steps.append((time.perf_counter(), found.total_num_scheduled_tokens))
+            self.most_running = max(self.most_running, len(found.num_scheduled_tokens))
             return found
 
         scheduler.schedule = logged
@@ -41,6 +47,7 @@ class StepLog:
     def of(self, call: Callable[[], Any]) -> list[tuple[float, int]]:
         """The steps of a call that scheduled anything: (time in s, tokens)."""
         self.steps.clear()
+        self.most_running = 0
         call()
         return [(at, tokens) for at, tokens in self.steps if tokens]
 

@@ -14,9 +14,10 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
@@ -64,6 +65,7 @@ def arguments(description: str, variants: Mapping[str, Variant], port: int) -> a
     parser.add_argument("--checkpoint", type=Path, default=RECALL / "checkpoint")
     parser.add_argument("--port", type=int, default=port)
     parser.add_argument("--only", nargs="+", choices=tuple(variants), default=list(variants))
+    parser.add_argument("--beside", type=int, default=1, help="servers at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
     return parser.parse_args()
 
@@ -87,26 +89,34 @@ def compare(
     """
     questions = recall.read_questions(RECALL / "questions.jsonl").head(args.requests + NEIGHBOURS)
     prompts = [recall.encode(questions.prompt(item)) for item in questions.items]
-    rng = random.Random(1)
-    rows: list[dict[str, Any]] = []
-    want: list[str] = []
+    alone: Future[list[str]] = Future()
+    lock = Lock()
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in args.only}
     result: dict[str, Any] = {
         "script": script,
         "environment": versions(engine),
         "date": time.strftime("%Y-%m-%d"),
         "ranks": args.ranks,
-        "rows": rows,
+        "rows": [],
         "log": {},
     }
-    for number, name in enumerate(args.only):
-        variant = variants[name]
+
+    def write() -> None:
+        with lock:
+            result["rows"] = [row for name in args.only for row in rows[name]]
+            write_record(args.out, result)
+
+    def one(number: int, name: str) -> None:
+        variant, rng = variants[name], random.Random(number)
         log = args.out.with_name(f"{args.out.stem}_{name}.log")
         with server_of(variant, args, args.port + 20 * number, log) as server:
-            rounds = variant.rounds
-            if not want:
-                want = answers(server, prompts[: args.requests], 1, "alone", random.Random(0))
+            if number == 0:
+                alone.set_result(
+                    answers(server, prompts[: args.requests], 1, "alone", random.Random(0))
+                )
+            want = alone.result()
             salt = f"{name} 0"
-            for n, (more, at_once, again) in enumerate(rounds):
+            for n, (more, at_once, again) in enumerate(variant.rounds):
                 salt = salt if again else f"{name} {n}"
                 got = answers(server, prompts, at_once, salt, rng)
                 equal = sum(x == y for x, y in zip(want, got, strict=False))
@@ -114,15 +124,22 @@ def compare(
                 row: dict[str, Any] = {"what": what, "requests": len(want), "equal": equal}
                 if variant.preemptions:
                     row["preemptions"] = server.counters().get(variant.preemptions, 0.0)
-                rows.append(row)
+                rows[name].append(row)
                 print(row, flush=True)
-                write_record(args.out, result)
+                write()
         said = log.read_text(errors="replace")
         if served not in said:
             raise RuntimeError(f"expected a line with {served!r} in {log.name}")
         result["log"][name] = server.said()
-        write_record(args.out, result)
-    return int(any(row["equal"] < row["requests"] for row in rows))
+        write()
+
+    with ThreadPoolExecutor(args.beside) as pool:
+        calls = [pool.submit(one, *numbered) for numbered in enumerate(args.only)]
+        if (error := calls[0].exception()) is not None and not alone.done():
+            alone.set_exception(error)
+        for call in calls:
+            call.result()
+    return int(any(row["equal"] < row["requests"] for row in result["rows"]))
 
 
 def answers(

@@ -43,11 +43,13 @@ SHARED_PROMPT = (64, 8192)  # requests that decode behind one system prompt
 TURNS = 5
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 64, (300, 5000), (32, 127)
 LONG_PROMPT = (4096, 9000)
-CROWD_REQUESTS, CROWD_PROMPT, CROWD_NEW = 384, 256, 384
+CROWDS = {"crowd": (384, 256, 384), "long_crowd": (256, 8192, 384)}
+"""Requests, tokens of their prompts and new tokens of the parts that fill a server."""
 DETERMINISTIC = "deterministic_prefix"  # a variant of the flag's side in both engines
 UPSTREAM_GRAPHS = "upstream_graphs"  # upstream with prefill graphs of the flag's sizes
 WITHOUT_FLAG = ("upstream", UPSTREAM_GRAPHS)
-BY_NAME = ("long_tokens", "crowd")  # parts that are only done where they are named
+BY_NAME = ("long_tokens", *CROWDS)  # parts that are only done where they are named
+BEGINS = "begins: "  # a line of `crowd_parts`, before the requests
 PATH = "KDA prefill by"  # how a line of `say_paths` begins
 SIDES = ("upstream", "flag")
 SAID = "| "  # how the lines of a child start that its parent shows
@@ -62,8 +64,11 @@ class Asked(ABC):
         calls: prompts and tokens of each of the calls that are timed.
         turn: of sides that run beside each other.
         ranks: GPUs.
+        most_running: requests that ran at a time in the last call; ``None`` where only the
+            engine's log says so.
     """
 
+    most_running: int | None = None
     calls: Sequence[tuple[int, int]] = CALLS
     turn: Turn | None = None
     ranks: int = 1
@@ -217,18 +222,22 @@ def mixed_row(generate: Callable[[list[list[int]], list[int]], float]) -> dict[s
     return row(what, "mixed", sum(timed) / len(timed), runs_ms=timed, first_ms=first)
 
 
-def crowd_part(side: SideFile, asked: Asked) -> None:
+def crowd_parts(side: SideFile, asked: Asked, parts: list[str]) -> None:
     """More requests at once than a server has room for: the tokens that it writes in a second."""
+    for name in CROWDS:
+        if name in parts:
+            side.part(name, 60, functools.partial(_crowd, side, asked, name))
 
-    def work() -> None:
-        asked.generate(asked.prompts(8, CROWD_PROMPT), [8] * 8)
-        prompts = asked.prompts(CROWD_REQUESTS, CROWD_PROMPT)
-        seconds = asked.generate(prompts, [CROWD_NEW] * CROWD_REQUESTS)
-        what = f"{CROWD_REQUESTS} requests at once, {CROWD_PROMPT} in and {CROWD_NEW} out"
-        rate = CROWD_REQUESTS * CROWD_NEW / seconds
-        side.add(row(what, "crowd", 1e3 * seconds, tokens_per_s=rate))
 
-    side.part("crowd", 60, work)
+def _crowd(side: SideFile, asked: Asked, name: str) -> None:
+    count, length, new_tokens = CROWDS[name]
+    asked.generate(asked.prompts(8, length), [8] * 8)
+    prompts = asked.prompts(count, length)
+    what = f"{count} requests at once, {length:,} in and {new_tokens} out"
+    say(f"{BEGINS}{what}")
+    seconds = asked.generate(prompts, [new_tokens] * count)
+    rate = count * new_tokens / seconds
+    side.add(row(what, "crowd", 1e3 * seconds, tokens_per_s=rate, running=asked.most_running))
 
 
 def memory_used_mib() -> int | None:
@@ -399,11 +408,11 @@ def commands(
         command.add_argument("--calls", nargs="+", type=shape, default=CALLS, help="as 1x512")
         command.add_argument("--ranks", type=int, default=1, help="GPUs, by tensor parallelism")
         command.add_argument("--variant", choices=variants, help="one more side")
-        command.add_argument("--state", help="dtype of KDA's states, on all sides")
         command.add_argument("--caches", type=Path, help="of what is compiled, kept; else empty")
     if parts:
         two.add_argument("--beside", action="store_true", help="load all sides at the same time")
         two.add_argument("--spread", action="store_true", help="each side on GPUs of its own")
+        one.add_argument("--state", help="dtype of KDA's states")
         one.add_argument("--turns", type=Path, help="the lock of sides beside each other")
     one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
     if vllm:
@@ -426,7 +435,7 @@ def sides_of(args: argparse.Namespace, flag: list[str], more: list[str]) -> dict
     """
     common = ["--config", str(args.config), "--parts", *args.parts, *more]
     common += ["--calls", *(f"{count}x{length}" for count, length in args.calls)]
-    for name in ("layers", "heads", "experts", "caches", "ranks", "state"):
+    for name in ("layers", "heads", "experts", "caches", "ranks"):
         if getattr(args, name) is not None:
             common += [f"--{name}", str(getattr(args, name))]
     # ours first: what fails in it shows before upstream's minutes are spent

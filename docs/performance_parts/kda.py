@@ -248,9 +248,33 @@ def same_bits() -> list[str]:
         "Time with [`batch_invariant`](../reliability.md#the-same-bits-whatever-else-is-served)"
         " over that of what the table chooses by the size of the call. Before they were taken,"
         f" {report['equal']:,} of {report['requests']:,} random requests had the same bits alone"
-        " and among others.",
+        f" and {report['ways']} times among others.",
         "",
         *table(titles, cells),
+    ]
+
+
+def verification() -> list[str]:
+    """Drafts verified from records, beside states and beside sglang."""
+    name = "kda_verify_h200.json"
+    report = load(name)
+    times: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in report["rows"]:
+        cell = [us(1e-3 * row[f"{what}_us"]) for what in ("records", "states", "floor")]
+        if "best_peer" in row:
+            cell.append(f"{row['best_peer_us'] / row['records_us']:.2f}×")
+        size = str(row["batch"]), str(row["drafts"])
+        times.setdefault(size, {})[f"{row['H']} heads"] = ", ".join(cell)
+    return [
+        *section("KDA verification of drafts", report, name),
+        "",
+        "A step from the packed projections to the gated norm on fp32 states, times in µs: from"
+        " [records](../families/kda.md#records-in-place-of-states), with a state for each drafted"
+        " token, and what it takes at the copy bandwidth to read and write one state and everything"
+        " else once. Last is the time of sglang's faster verification, with its commit, over that"
+        " from records.",
+        "",
+        *by_size(["sequences", "drafted tokens"], times),
     ]
 
 

@@ -78,7 +78,7 @@ class FusedStepSm90:
         """Raises ValueError, as its result does, where the pool or the convolution's weight is not
         aligned."""
         if not is_aligned(call.state, call.conv):
-            raise _misaligned(call.state, call.conv)
+            raise misaligned(call.state, call.conv)
         launch = self._launch_of(call)
 
         def run(call: DecodeCall) -> None:
@@ -89,7 +89,7 @@ class FusedStepSm90:
             )
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             if (addresses[7] | addresses[10]) & 15:  # the slot stride is that of all such calls
-                raise _misaligned(state, conv)
+                raise misaligned(state, conv)
             launch(addresses)
 
         return run
@@ -135,7 +135,7 @@ class FusedStepSm90:
         return lambda addresses: kernel(ctas, threads, params(*addresses), pdl=True)
 
 
-def _misaligned(state: StateRef, conv: ConvInputs | None) -> ValueError:
+def misaligned(state: StateRef, conv: ConvInputs | None) -> ValueError:
     """Bulk copies need states on 16 bytes; so do the four taps of a channel."""
     assert state.write is not None
     weight = "none" if conv is None else hex(conv.weight.data_ptr())

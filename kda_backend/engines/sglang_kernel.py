@@ -14,8 +14,8 @@ sglang's KDA layers hand over
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +31,11 @@ from kda_backend.contract.values import (
     StateRef,
     TokenInputs,
 )
+from kda_backend.engines.prefill_calls import divided
 from kda_backend.operators import kda_decode_step, kda_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
-from kda_backend.spec import CHUNK, Beta
+from kda_backend.spec import Beta
 from kda_backend.step_plan import StepPlan, build_step_plan
 
 
@@ -303,9 +304,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         tables = self.selection.target.vendor != "cpu"
         # without lengths that cover every token, launches take a bound on the number of chunks
         if lengths is None or len(lengths) + 1 != len(cu_seqlens) or sum(lengths) != tokens:
-            step_plan = build_step_plan(cu_seqlens, tokens, cu_seqlens_cpu=None, chunk_table=tables)
-            if is_bucket:
-                step_plan = replace(step_plan, max_chunks=-(-tokens // CHUNK), long_sequences=1)
+            step_plan = build_step_plan(cu_seqlens, tokens, chunk_table=tables, as_one=is_bucket)
             parts = [_Part(slice(None), slice(None), step_plan)]
         else:
             parts = []
@@ -322,18 +321,6 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
                 parts.append(_Part(own, slice(begin, end), step_plan))
         self._pass = _Pass(cu_seqlens, tokens, parts, layer, capturing)
         return parts
-
-
-def divided(lengths: Sequence[int], most_chunks: int | None) -> Iterator[slice]:
-    """Requests of these lengths in calls of at most so many chunks, or of one request."""
-    first = chunks = 0
-    for n, length in enumerate(lengths):
-        own = -(-length // CHUNK)
-        if most_chunks is not None and own and chunks and chunks + own > most_chunks:
-            yield slice(first, n)
-            first, chunks = n, 0
-        chunks += own
-    yield slice(first, len(lengths))
 
 
 def split_rows(

@@ -25,6 +25,7 @@ from sglang.srt.utils.common import get_available_gpu_memory
 
 from backend_core.engines.sglang_flag import say
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.engines.prefill_calls import PARTIAL_CHUNKS
 from kda_backend.engines.sglang_prefill_graphs import most_sequences
 from kda_backend.operators import kda_prefill
 from kda_backend.scratch import Scratch
@@ -36,9 +37,9 @@ _RESERVED = "_kda_dsv4_reserved"  # on a ModelRunner, from one function here to 
 # What sglang allows where --max-running-requests does not say, and the least number of state slots
 # that it counts for a request where prefixes are cached (``resolve_max_num_reqs``).
 _MOST_REQUESTS, _SLOTS_OF_A_REQUEST = 4096, 3
-_SEQUENCES = 17
+_SEQUENCES = 1 + PARTIAL_CHUNKS
 """Requests that share the tokens of one call's largest chunks: 16 of one token beside a long one. A
-step with more chunks is several calls (`sglang_kernel.divided`)."""
+step with more chunks is several calls (`prefill_calls.divided`)."""
 _LEAST_LIMIT = 2048  # of requests, with slots and memory for all of them
 
 

@@ -89,7 +89,7 @@ def capture_layers(runner_module: ModuleType) -> None:
         if (
             self.breakable_cg_runner is None
             and key_fn is None
-            and not batch_invariant()  # on tables a decode is a prefill of one token
+            and not batch_invariant()  # bits on tables have not been compared
             and refusal(self.vllm_config) is None
             and seams.refusal(VLLM_CAPTURE) is None
         ):

@@ -21,6 +21,7 @@ from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend.contract.tensors import STATES
 from kda_backend.engines import vllm_cuts, vllm_drafts
+from kda_backend.engines.prefill_calls import PARTIAL_CHUNKS
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
 from kda_backend.engines.vllm_run import Runtime, pools_of, run_segment, run_step
 from kda_backend.engines.vllm_tables import tables_of_pass
@@ -29,6 +30,7 @@ from kda_backend.prefill.arguments_sm90 import Track, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape, deterministic_prefix, rounded_prefix, select
+from kda_backend.spec import CHUNK
 
 _PLANS = "_kda_dsv4_plans"  # on vLLM's ForwardContext, of which each pass has its own
 
@@ -71,6 +73,7 @@ def runtime_of(
                 torch.device(vllm_config.device_config.device_type),
                 replace(shape, aligned_state=has_aligned_states(module)),
                 vllm_config.scheduler_config.max_num_seqs,
+                vllm_config.scheduler_config.max_num_batched_tokens,
                 0 if speculative is None else 1 + speculative.num_speculative_tokens,
                 vllm_config.parallel_config.use_ubatching,
                 checkpoints and vllm_config.cache_config.mamba_cache_mode == "align",
@@ -121,6 +124,7 @@ def _runtime(
     device: torch.device,
     shape: KdaShape,
     max_sequences: int,
+    max_tokens: int,
     max_draft: int,
     concurrent: bool,
     checkpoints: bool,
@@ -142,7 +146,8 @@ def _runtime(
     )
     # Two micro-batches run layers at the same time: each call then has memory of its own.
     scratch = None if concurrent else Scratch(device)
-    return Runtime(selection, scratch, max_sequences, max_draft, checkpoints)
+    most_chunks = -(-max_tokens // CHUNK) + PARTIAL_CHUNKS
+    return Runtime(selection, scratch, max_sequences, most_chunks, max_draft, checkpoints)
 
 
 def attend(
@@ -174,9 +179,17 @@ def attend(
         if (tables := tables_of_pass()) is None:
             run_step(module, weights, x, metadata, plans)
             return
-        segment = tables.segment(module.prefix, context.attn_metadata, out.shape[0], plans)
+        given = module.prefix, context.attn_metadata, out.shape[0], plans
+        decodes, prefills = tables.segments(*given)
+        runtime, pools, rows = module.kda_runtime, pools_of(module), slice(0, decodes.end)
+        decoded = Projections(
+            *(tensor[rows] for tensor in (qkv, g, beta, gate, torch.empty_like(out)))
+        )
+        run_segment(runtime, weights, decoded, pools, decodes)
         out.zero_()  # rows of padding stay zeros
-        run_segment(module.kda_runtime, weights, x, pools_of(module), segment)
+        run_segment(runtime, weights, x, pools, prefills)
+        is_decode = tables.is_decode[rows]
+        torch.where(is_decode, decoded.out, out[rows], out=out[rows])
     except Exception as error:
         log_failed_step(f"KDA layer {module.prefix}", error)
         raise

@@ -11,8 +11,9 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from backend_core.engines.vllm_flag import say
+from kda_backend.engines.prefill_calls import PARTIAL_CHUNKS
 from kda_backend.engines.vllm_run import Pools, Runtime, records_of, run_segment, verify
-from kda_backend.engines.vllm_step import MOST_PREFILLS, Draft, Segment
+from kda_backend.engines.vllm_step import Draft, Segment
 from kda_backend.layer import LayerWeights, Projections
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection, warm_up
@@ -54,7 +55,6 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
                 cu_seqlens_cpu=bounds if known else None,
                 chunk_table=tables,
             ),
-            True,
         )
 
     def with_and_without_checkpoints(step: Segment) -> list[Segment]:
@@ -83,7 +83,6 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
                 continue
             step, known = prefills([1] * count), prefills([1] * count, known=True)
             for segment in (
-                replace(step, is_prefill=False),
                 decodes(count),
                 *with_and_without_checkpoints(step),
                 *with_and_without_checkpoints(known),
@@ -102,7 +101,7 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
 
     warm_up(runtime.selection, run, lambda selection: None)
     # beside drafts the host does not know the lengths of prefills, and all are one call
-    most = runtime.max_sequences if runtime.max_draft else MOST_PREFILLS
+    most = runtime.max_sequences if runtime.max_draft else 1 + PARTIAL_CHUNKS
     requests = max(1, min(runtime.max_sequences, most, total))
     largest = prefills([total - requests + 1] + [1] * (requests - 1), known=True)
     run_segment(runtime, weights, tokens(0, total), pools, largest)

@@ -34,6 +34,7 @@ class Runtime:
 
     Attributes:
         scratch: ``None`` where layers run at the same time, so that each call has its own.
+        most_chunks: of the prefills of one call, where the host knows their lengths.
         max_draft: tokens of a draft; 0 without speculative decoding.
         checkpoints: prefills may be asked for states inside of their sequences.
     """
@@ -41,6 +42,7 @@ class Runtime:
     selection: KdaSelection
     scratch: Scratch | None
     max_sequences: int
+    most_chunks: int
     max_draft: int
     checkpoints: bool = False
 
@@ -57,7 +59,7 @@ def run_step(
     step = getattr(metadata, _STEP, None)
     is_first = step is None
     if step is None:
-        step = build_step(metadata, runtime.selection, plans)
+        step = build_step(metadata, runtime.selection, plans, runtime.most_chunks)
         setattr(metadata, _STEP, step)
     pools = pools_of(module)
     if step.draft is not None:
@@ -112,8 +114,6 @@ def run_segment(
     args = (weights, runtime.selection, x, conv_pool, state)
     if segment.step_plan is None:
         layer.decode(*args, pdl_prefetch_safe=not (is_first and segment.copied))
-    elif not segment.is_prefill:
-        layer.decode_or_start(*args, segment.step_plan)
     else:
         layer.prefill(
             *args,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,15 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
+from kda_backend.engines.prefill_calls import divided
 from kda_backend.engines.vllm_metadata import prefill_bounds
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan, build_step_plan
-
-MOST_PREFILLS = 128
-"""Requests of one call for prefills. Scratch memory has a place for every chunk, and a request of a
-few tokens takes one: for 1,024 requests and 8,192 tokens that would be nine times as much as for
-the tokens alone."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,7 @@ class Segment:
     end: int
     state_indices: torch.Tensor
     has_initial_state: torch.Tensor | None
-    step_plan: StepPlan | None  # of decodes only where some may start a new sequence
-    is_prefill: bool = False
+    step_plan: StepPlan | None  # of prefills
     checkpoints: Checkpoints | None = None
     copied: bool = False
 
@@ -64,22 +60,23 @@ class VllmStep:
 
     num_tokens: int
     decode: Segment | None
-    prefills: Sequence[Segment]  # more than one where the step has over `MOST_PREFILLS`
+    prefills: Sequence[Segment]  # more than one where the step has too many chunks for one call
     draft: Draft | None = None
 
 
-def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> VllmStep:
+def build_step(
+    m: Any, selection: KdaSelection, plans: dict[Any, StepPlan], most_chunks: int
+) -> VllmStep:
     """From vLLM's ``GDNAttentionMetadata`` or ``KimiK3KDAMetadata``; no device value is read.
 
     Args:
+        most_chunks: of the prefills of one call, where the host knows their lengths.
         plans: those of this forward pass, to which this one's are added. Each cache group has
             metadata of its own, with other slots: the requests and their lengths are the same.
     """
 
-    def plan(
-        what: str, first: int, bounds: torch.Tensor, tokens: int, host: torch.Tensor | None
-    ) -> StepPlan:
-        key = (what, first, bounds.shape[0], tokens, m.num_decodes, m.num_spec_decodes)
+    def plan(first: int, bounds: torch.Tensor, tokens: int, host: torch.Tensor | None) -> StepPlan:
+        key = (first, bounds.shape[0], tokens, m.num_decodes, m.num_spec_decodes)
         if key not in plans:
             plans[key] = build_step_plan(bounds, tokens, cu_seqlens_cpu=host, chunk_table=tables)
         return plans[key]
@@ -109,26 +106,17 @@ def build_step(m: Any, selection: KdaSelection, plans: dict[Any, StepPlan]) -> V
     if begin:
         given = m.non_spec_state_indices_tensor[:begin]
         indices = given.contiguous()
-        # the bits of a decode may not depend on prefills beside it; with them it would run on the
-        # recurrent kernel, which can start a sequence: releases since 0.32 have no decode that does
-        if m.has_initial_state is None or selection.shape.batch_invariant:
-            copied = not given.is_contiguous()
-            decode = Segment(0, begin, indices, None, None, copied=copied)
-        else:
-            # beside prefills the engine says which rows continue: a prompt may have one token
-            bounds = m.non_spec_query_start_loc[: begin + 1]
-            initial = m.has_initial_state[:begin]
-            decode = Segment(0, begin, indices, initial, plan("decodes", 0, bounds, begin, None))
+        # beside prefills too these all go on: vLLM counts first tokens with the prefills
+        decode = Segment(0, begin, indices, None, None, copied=not given.is_contiguous())
     if m.num_prefills:
-        for part in _calls(_prefills(m)):
+        for part in _calls(_prefills(m), most_chunks):
             prefills.append(
                 Segment(
                     begin + part.begin,
                     begin + part.end,
                     _aligned(part.slots),
                     _aligned(part.initial),
-                    plan("prefills", part.first, part.bounds, part.end - part.begin, part.host),
-                    True,
+                    plan(part.first, part.bounds, part.end - part.begin, part.host),
                     part.checkpoints,
                 )
             )
@@ -156,21 +144,21 @@ class _Prefills(NamedTuple):
     checkpoints: Checkpoints | None
 
 
-def _calls(p: _Prefills) -> Iterator[_Prefills]:
+def _calls(p: _Prefills, most_chunks: int) -> Iterator[_Prefills]:
     """Those of each call. A step is one call where the host does not know the lengths."""
-    number = p.slots.shape[0]
-    if number <= MOST_PREFILLS or p.host is None:
+    if p.host is None:
         yield p
         return
     offsets = p.host.tolist()
-    for first in range(0, number, MOST_PREFILLS):
-        rows = slice(first, min(first + MOST_PREFILLS, number))
+    parts = list(divided([b - a for a, b in itertools.pairwise(offsets)], most_chunks))
+    if len(parts) == 1:
+        yield p
+        return
+    for rows in parts:
         begin, end = offsets[rows.start], offsets[rows.stop]
-        if begin == end:
-            continue  # requests of padding
         bounds = slice(rows.start, rows.stop + 1)
         yield _Prefills(
-            first,
+            rows.start,
             begin,
             end,
             p.bounds[bounds] - begin,

@@ -2,18 +2,21 @@
 
 Upstream a graph of a step with prefills breaks at every KDA layer, whose launches depend on the
 step's requests. Here the layer is captured with the launches of any batch: they read the number
-of requests, their lengths, slots and checkpoints from tables, which are filled before a replay. The
-requests that decode are sequences of one token there.
+of requests, their lengths, slots and checkpoints from tables, which are filled before a replay.
 
-A table has room for so many requests as make `TASKS` of the scan; a step with more of them, or with
-drafts to verify, replays the graph that breaks.
+A step's first tokens are of requests that decode, as many as there are; vLLM counts a prompt's
+first token with the prefills. A captured decode step takes as many tokens as its table has rows,
+and what it wrote for a request is what counts; the prefills begin after the last of them.
+
+The tables have room for so many prefills as make `TASKS` of the scan, and for as many decodes; a
+step with more of them, or with drafts to verify, replays the graph that breaks.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +28,10 @@ from backend_core.launch.streams import is_capturing
 from kda_backend.engines.vllm_run import Runtime
 from kda_backend.engines.vllm_step import Segment
 from kda_backend.layer_checkpoints import Checkpoints
-from kda_backend.spec import CHUNK
 from kda_backend.step_plan import StepPlan, build_step_plan
 
 TASKS = 1024
-"""Requests of a table times value heads. The schedule of a layer's prefill is chosen for so many
-tasks, also where few requests come; a step with prefills has a row for each request that
-decodes."""
+"""Requests of a table times value heads."""
 
 _TABLES = "_kda_dsv4_tables"  # on vLLM's ForwardContext, where the pass runs on tables
 
@@ -42,12 +42,13 @@ class CacheGroup:
 
     Attributes:
         prefix: of the first of them, by which the step's metadata has what they read.
-        slots: ``[rows]`` int32, -1 where no request is; checkpoints: as many, where layers may be
-            asked for any.
+        slots, decodes: ``[rows]`` int32, of the prefills and of the decodes, -1 where no request
+            is; checkpoints: as many, where layers may be asked for any.
     """
 
     prefix: str
     slots: torch.Tensor
+    decodes: torch.Tensor
     checkpoints: Checkpoints | None
 
 
@@ -55,7 +56,8 @@ class StepTables:
     """One model's; filled on the stream of its steps.
 
     Attributes:
-        rows: the most requests of a step.
+        rows: the most prefills of a step, and the most decodes.
+        is_decode: ``[rows, 1, 1]`` bool, the tokens of a step that requests decode.
     """
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
@@ -65,14 +67,17 @@ class StepTables:
         self._chunk_table = runtime.selection.target.vendor != "cpu"
         self._cu_seqlens = torch.zeros(self.rows + 1, dtype=torch.int32, device=device)
         self._has_initial = torch.zeros(self.rows, dtype=torch.bool, device=device)
+        self.is_decode = torch.zeros(self.rows, 1, 1, dtype=torch.bool, device=device)
         self._groups: list[CacheGroup] = []
 
     def clear(self) -> None:
         """No request: what a warm-up reads and writes is nobody's."""
         self._cu_seqlens.zero_()
+        self.is_decode.zero_()
         for group in self._groups:
-            _fill_slots(group, None, 0)
-            _fill_checkpoints(group, None, 0)
+            group.slots.fill_(-1)
+            group.decodes.fill_(-1)
+            _fill_checkpoints(group, None, 0, 0)
 
     def fill(self, attn_metadata: Any) -> bool:
         """Take over a step without reading it on the host; false where it does not fit.
@@ -86,21 +91,30 @@ class StepTables:
         m = found[0]
         if None in found or not m.num_prefills or m.num_spec_decodes:
             return False
-        number = m.num_decodes + m.num_prefills
-        if number > self.rows:
+        first, number = m.num_decodes, m.num_prefills
+        if max(first, number) > self.rows:
             return False
-        self._cu_seqlens[: number + 1].copy_(m.non_spec_query_start_loc[: number + 1])
+        self._cu_seqlens[: number + 1].copy_(m.non_spec_query_start_loc[first : first + number + 1])
         self._cu_seqlens[number + 1 :].fill_(m.num_decode_tokens + m.num_prefill_tokens)
-        self._has_initial[:number].copy_(m.has_initial_state[:number])
+        self._has_initial[:number].copy_(m.has_initial_state[first : first + number])
+        self.is_decode[:first].fill_(True)
+        self.is_decode[first:].fill_(False)
         for group, metadata in zip(self._groups, found, strict=True):
-            _fill_slots(group, metadata, number)
-            _fill_checkpoints(group, metadata, number)
+            slots = metadata.non_spec_state_indices_tensor
+            for table, rows in (
+                (group.decodes, slots[:first]),
+                (group.slots, slots[first : first + number]),
+            ):
+                table[: len(rows)].copy_(rows)
+                table[len(rows) :].fill_(-1)
+            _fill_checkpoints(group, metadata, first, number)
         return True
 
-    def segment(
+    def segments(
         self, prefix: str, attn_metadata: Any, tokens: int, plans: dict[Any, StepPlan]
-    ) -> Segment:
-        """What the layer of ``prefix`` runs in a pass of so many tokens, with those of padding.
+    ) -> tuple[Segment, Segment]:
+        """What the layer of ``prefix`` runs in a pass of so many tokens, with those of padding:
+        decodes, whose rows are not all of them, and prefills.
 
         Args:
             plans: of this pass. A capture makes its own, whose kernels the graph then launches.
@@ -109,18 +123,17 @@ class StepTables:
         cu_seqlens = self._cu_seqlens[: rows + 1]
         key = ("tables", tokens, is_capturing(cu_seqlens.device))
         if key not in plans:
-            plan = build_step_plan(cu_seqlens, tokens, chunk_table=self._chunk_table)
-            # as if one request had all tokens: its chain of chunks is what a schedule can shorten
-            plans[key] = replace(plan, max_chunks=-(-tokens // CHUNK), long_sequences=1)
+            plans[key] = build_step_plan(
+                cu_seqlens, tokens, chunk_table=self._chunk_table, as_one=True
+            )
         group = self._group(prefix, attn_metadata)
         checkpoints = group.checkpoints
         if checkpoints is not None:
             checkpoints = Checkpoints(*(table[:rows] for table in checkpoints))
-        return Segment(
-            *(0, tokens, group.slots[:rows], self._has_initial[:rows], plans[key]),
-            is_prefill=True,
-            checkpoints=checkpoints,
+        prefills = Segment(
+            *(0, tokens, group.slots[:rows], self._has_initial[:rows], plans[key]), checkpoints
         )
+        return Segment(0, rows, group.decodes[:rows], None, None), prefills
 
     def _group(self, prefix: str, attn_metadata: Any) -> CacheGroup:
         """The layer's, made at its first capture: layers that share slots share metadata."""
@@ -136,19 +149,14 @@ class StepTables:
         checkpoints = None
         if self._checkpoints:
             checkpoints = Checkpoints(table(value=0), table(1, value=-1), table(1, value=-1))
-        group = CacheGroup(prefix, table(value=-1), checkpoints)
+        group = CacheGroup(prefix, table(value=-1), table(value=-1), checkpoints)
         self._groups.append(group)
         return group
 
 
-def _fill_slots(group: CacheGroup, metadata: Any, number: int) -> None:
-    if number:
-        group.slots[:number].copy_(metadata.non_spec_state_indices_tensor[:number])
-    group.slots[number:].fill_(-1)
-
-
-def _fill_checkpoints(group: CacheGroup, metadata: Any, number: int) -> None:
-    """Metadata of some releases has rows of the prefills alone, which come last."""
+def _fill_checkpoints(group: CacheGroup, metadata: Any, first: int, number: int) -> None:
+    """Those of ``number`` prefills, of which metadata of some releases has rows after the ``first``
+    of requests that decode."""
     if group.checkpoints is None:
         return
     group.checkpoints.chunks.fill_(-1)
@@ -156,12 +164,12 @@ def _fill_checkpoints(group: CacheGroup, metadata: Any, number: int) -> None:
     asked = None if metadata is None else metadata.checkpoint
     if asked is None:
         return
-    given = Checkpoints.of(
-        asked.checkpoint_offsets[:number], asked.state_indices[:number], NULL_BLOCK_ID
-    )
-    rows = slice(number - given.offsets.shape[0], number)
+    offsets, slots = asked.checkpoint_offsets, asked.state_indices
+    if offsets.shape[0] >= first + number:
+        offsets, slots = offsets[first:], slots[first:]
+    given = Checkpoints.of(offsets[:number], slots[:number], NULL_BLOCK_ID)
     for table, values in zip(group.checkpoints, given, strict=True):
-        table[rows].copy_(values)
+        table[: len(values)].copy_(values)
 
 
 def run_on(tables: StepTables) -> None:

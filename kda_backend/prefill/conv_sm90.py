@@ -52,7 +52,7 @@ def serves(
     and the types are the kernel's."""
     least = params.fused_conv_tiles
     return (
-        0 < least <= step_plan.num_chunks * tokens.v.shape[2]
+        0 < least <= step_plan.scheduled_chunks * tokens.v.shape[2]
         and tokens.q.dtype == conv.state.dtype == torch.bfloat16
         and conv.weight.dtype in (torch.bfloat16, torch.float32)
         and conv.weight.data_ptr() % 16 == 0

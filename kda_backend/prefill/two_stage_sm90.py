@@ -196,7 +196,15 @@ def _whole(kernels: StageKernels, num_tiles: int, value_heads: int, call: Prefil
     """The scan of each sequence as a whole."""
     plan = call.step_plan
     num_tasks, long_tasks = plan.num_sequences * value_heads, plan.long_sequences * value_heads
-    schedule = kernels.schedule(PrefillShape(num_tiles, num_tasks, plan.max_chunks, long_tasks))
+    if plan.as_one:
+        chunks = plan.scheduled_chunks
+        one = PrefillShape(chunks * value_heads, value_heads, chunks, value_heads)
+        schedule = kernels.schedule(one)
+        # further CTAs find no task where one sequence has all tokens
+        most = num_tasks * (4 if schedule.split else 1)
+        schedule = schedule._replace(scan_ctas=min(most, kernels.num_sms // 2 * 2))
+    else:
+        schedule = kernels.schedule(PrefillShape(num_tiles, num_tasks, plan.max_chunks, long_tasks))
     scan = kernels.scan[schedule.split]
 
     def launch(params: bytes, scratch: Scratch) -> None:
@@ -225,12 +233,13 @@ def fault_record() -> FaultRecord:
 
 
 class StageKernels(NamedTuple):
-    """The kernels of a variant: ``intra`` by CTAs per SM, ``scan`` as (scan, scan_split); and the
-    schedule of each shape."""
+    """The kernels of a variant: ``intra`` by CTAs per SM, ``scan`` as (scan, scan_split); the
+    schedule of each shape; and the GPU's SMs, of which a scan CTA takes a whole one."""
 
     intra: Mapping[int, CudaKernel]
     scan: tuple[CudaKernel, CudaKernel]
     schedule: Callable[[PrefillShape], Schedule]
+    num_sms: int
 
 
 def _make_kernels(cost_model: CostModel, variant: PrefillVariant) -> StageKernels:
@@ -249,7 +258,7 @@ def _make_kernels(cost_model: CostModel, variant: PrefillVariant) -> StageKernel
         for name in ("scan", "scan_split")
     )
     schedule = functools.lru_cache(4096)(functools.partial(choose_schedule, cost_model))
-    return StageKernels(intra, (scan, scan_split), schedule)
+    return StageKernels(intra, (scan, scan_split), schedule, cost_model.num_sms)
 
 
 def scan_params_of(variant: PrefillVariant) -> CudaParams:

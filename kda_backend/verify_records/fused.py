@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kda_backend.contract.values import CommitCall, VerifyCall
 from kda_backend.decode_step.fused import NO_CONV, NO_NORM, blocks_axis, step_constexprs
-from kda_backend.launch_params import FusedRecordsParams
+from kda_backend.launch_params import FusedRecordsParams, FusedRecordsSm90Params
 from kda_backend.spec import Gate
 from kda_backend.token_spec import TokenSpec, has_ptx, in_one_layout
 
@@ -31,18 +31,11 @@ def bind(row: KernelPath, spec: KdaShape, target: Target) -> TritonDraftRecords:
     return TritonDraftRecords(row.params, batch_invariant=spec.batch_invariant)
 
 
-class TritonDraftRecords:
-    """One launch for a draft of each sequence, where a program has the state of a head; and one for
-    the fold of all layers, where it has some value rows of it."""
+class RecordsFold:
+    """One launch for the fold of all layers, where a program has some value rows of a head."""
 
-    def __init__(self, params: FusedRecordsParams, *, batch_invariant: bool = False) -> None:
-        self._batch_invariant = batch_invariant
-        self._verify = functools.cache(functools.partial(verify_records_kernel, params))
+    def __init__(self, params: FusedRecordsParams | FusedRecordsSm90Params) -> None:
         self._commit = functools.cache(functools.partial(commit_records_kernel, params))
-
-    def prepare(self, call: VerifyCall) -> Callable[[VerifyCall], None]:
-        kernel = self._verify(TokenSpec.of(call.tokens, call.gate), call.draft.by_norm)
-        return functools.partial(_run, kernel, self._batch_invariant)
 
     def commit(self, call: CommitCall) -> None:
         layers, _, heads, value_dim, key_dim = call.states.shape
@@ -65,6 +58,19 @@ class TritonDraftRecords:
             lower_bound=call.gate.lower_bound,
             HV=heads,
         )
+
+
+class TritonDraftRecords(RecordsFold):
+    """One launch for a draft of each sequence, where a program has the state of a head."""
+
+    def __init__(self, params: FusedRecordsParams, *, batch_invariant: bool = False) -> None:
+        super().__init__(params)
+        self._batch_invariant = batch_invariant
+        self._verify = functools.cache(functools.partial(verify_records_kernel, params))
+
+    def prepare(self, call: VerifyCall) -> Callable[[VerifyCall], None]:
+        kernel = self._verify(TokenSpec.of(call.tokens, call.gate), call.draft.by_norm)
+        return functools.partial(_run, kernel, self._batch_invariant)
 
 
 def _run(kernel: KernelLaunch, batch_invariant: bool, call: VerifyCall) -> None:
@@ -121,7 +127,11 @@ def verify_records_kernel(
 
 
 def commit_records_kernel(
-    params: FusedRecordsParams, key_dim: int, value_dim: int, gate: Gate, fast_math: bool
+    params: FusedRecordsParams | FusedRecordsSm90Params,
+    key_dim: int,
+    value_dim: int,
+    gate: Gate,
+    fast_math: bool,
 ) -> tuple[KernelLaunch, int]:
     """The kernel of the fold, as its path launches it, and its programs per head."""
     import triton

@@ -26,8 +26,9 @@ CONFIGS = Path(serve_work.__file__).parent / "configs"
 
 
 class Scheduled:
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, running: int) -> None:
         self.total_num_scheduled_tokens = tokens
+        self.num_scheduled_tokens = dict.fromkeys(range(running), 1)
 
 
 class Engine:
@@ -49,7 +50,7 @@ class Engine:
     def schedule(self, throttle: bool) -> Scheduled:
         tokens = min(self.waiting, BUDGET) or self.running
         self.waiting -= min(self.waiting, BUDGET)
-        return Scheduled(tokens)
+        return Scheduled(tokens, self.running)
 
     def generate(self, batch: list[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
         self.waiting = sum(len(one["prompt_token_ids"]) for one in batch)
@@ -77,6 +78,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> serve_vllm.Asked:
     monkeypatch.setattr(serve_vllm, "BUDGET", BUDGET)
     monkeypatch.setattr(serve_work, "DECODE_LONG", ((4, 2048),))
     monkeypatch.setattr(serve_work, "SHARED_PROMPT", (4, 2048))
+    monkeypatch.setattr(serve_work, "CROWDS", {"crowd": (9, 64, 7), "long_crowd": (3, 1024, 7)})
 
     def spans(call: Any) -> list[tuple[str, float, float]]:
         call()
@@ -113,8 +115,10 @@ def test_every_part_writes_its_rows(asked: serve_vllm.Asked, tmp_path: Path) -> 
         *steps,
         "decode step, 4 × 2,048 of one prompt",
         "mixed load of 64 requests",
-        "384 requests at once, 256 in and 384 out",
+        "9 requests at once, 64 in and 7 out",
+        "3 requests at once, 1,024 in and 7 out",
     }
+    assert [row["running"] for row in kept["rows"] if row["kind"] == "crowd"] == [9, 3]
     cut = next(row for row in kept["rows"] if row["what"] == "1 × 2,048")
     assert cut["steps"] == [BUDGET] * 4
     assert [profile["what"] for profile in kept["profiles"]] == [

@@ -66,6 +66,7 @@ def asked() -> serve_sglang.Asked:
 
 def test_every_part_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_sglang, "DECODES", ((4, 128),))
+    monkeypatch.setattr(serve_work, "CROWDS", {"crowd": (9, 64, 7), "long_crowd": (3, 1024, 7)})
     side = serve_work.SideFile(tmp_path / "side.json", float("inf"), {"head": {}})
     serve_sglang.measure(side, asked(), list(serve_sglang.PARTS))
     kept = json.loads((tmp_path / "side.json").read_text())
@@ -74,7 +75,8 @@ def test_every_part_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "first request, 1 × 2,048",
         *(serve_work.call_name(*shape) for shape in serve_work.CALLS),
         "mixed load of 64 requests",
-        "384 requests at once, 256 in and 384 out",
+        "9 requests at once, 64 in and 7 out",
+        "3 requests at once, 1,024 in and 7 out",
         "decode step, 4 × 128",
     ]
     assert kept["tokens_summary"]["distinct_tokens"] == 1

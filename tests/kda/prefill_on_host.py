@@ -93,6 +93,7 @@ def use_two_stages(
         {2: intra},  # type: ignore[dict-item]
         (scan, scan),  # type: ignore[arg-type]
         lambda shape: schedule_of(shape, split=split, sequence_major=sequence_major),
+        4,
     )
     monkeypatch.setattr(pipeline.TwoStageSm90, "kernels", lambda *_: kernels)
     if not segment_chunks:

@@ -189,6 +189,30 @@ def test_lengths_that_the_host_does_not_know(monkeypatch: pytest.MonkeyPatch, se
     check(model, layer.prefill, (4, 1, 3), (True, True, True))
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_graph_for_any_batch(monkeypatch: pytest.MonkeyPatch, seed: int, split: bool) -> None:
+    """Tokens before the first sequence belong to none, and most rows of the table have no request:
+    a few CTAs take what tasks there are."""
+    use_conv(monkeypatch, seed, split=split)
+    model = model_of(seed, (3, 65, 4))
+    want, windows, states = model.expected((-1, 4, 1), (True, True, False))
+    bounds = torch.tensor([3, 68, *[72] * 8], dtype=torch.int32)
+    model.step_plan = dataclasses.replace(
+        model.step_plan,
+        cu_seqlens=bounds,
+        cu_seqlens_cpu=None,
+        num_sequences=9,
+        num_chunks=10,
+        max_tokens=None,
+        chunk_table=build_chunk_table(bounds, 10),
+        as_one=True,
+    )
+    out = model.run(layer.prefill, (4, 1, *[-1] * 7), (True, False, *[True] * 7))
+    assert_close("output", out[3:], want[3:], 1.5e-2)
+    assert_close("states", model.state_pool, states, 1.5e-2)
+    assert torch.equal(model.conv_pool.double(), windows)
+
+
 MISTAKES = {
     "a halo too late": ("rows + (row - HALO) *", "rows + (row - HALO + 1) *", "is off by"),
     "a window too early": ("tokens - HALO + j;", "tokens - HALO + j - 1;", r"torch\.equal"),

@@ -8,19 +8,31 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from backend_core.launch.cuda_params import CudaParams
+from kda_backend.contract.values import (
+    ConvInputs,
+    DraftInputs,
+    DraftShape,
+    GateSpec,
+    NormInputs,
+    StateRef,
+    TokenInputs,
+    VerifyCall,
+)
 from kda_backend.decode_step import fused_sm90 as step_sm90
-from kda_backend.launch_params import FusedStepSm90Params
+from kda_backend.launch_params import FusedRecordsSm90Params, FusedStepSm90Params
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as prefill
 from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track
 from kda_backend.spec import Beta, Gate
+from kda_backend.verify_records import fused_sm90 as records_sm90
 from tests.cuda_offline import NVCC, compile_cubin, nvcc_version
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
@@ -108,12 +120,55 @@ def step_variant(split: int, warps: int, kind: str) -> Source:
     return step_sm90.SOURCE, step_sm90.PARAMS, defines
 
 
+DRAFTS: dict[str, dict[str, Any]] = {
+    "engine": {},
+    "buffers, bounded, bf16 state": {
+        **{"gate": Gate.BOUNDED, "windows": BF16, "state": BF16, "cu": torch.int64}
+    },
+    "bare": {"gate": Gate.LOG, "beta": Beta.GIVEN, "l2norm": False, "has": False, "x": FP32},
+    "fp16, fp16 state": {"x": FP16, "state": FP16},
+}
+
+
+def records_variant(
+    split: int,
+    *,
+    gate: Gate = Gate.SOFTPLUS,
+    beta: Beta = Beta.SIGMOID,
+    l2norm: bool = True,
+    has: bool = True,
+    x: torch.dtype = BF16,
+    state: torch.dtype = FP32,
+    windows: torch.dtype | None = None,
+    cu: torch.dtype = torch.int32,
+) -> Source:
+    """The kernel for such tokens, with a convolution and a norm if ``has``."""
+    given = torch.empty(0, dtype=x)
+    q, other = torch.empty(0, 1, 128, dtype=x), None if windows is None else given.to(windows)
+    tokens = TokenInputs.of(q, q, q, q, given, beta_kind=beta, l2norm=l2norm)
+    weights = given.float()
+    call = VerifyCall(
+        tokens,
+        GateSpec(gate, weights, weights),
+        StateRef.pool(given.to(state), given),
+        DraftInputs(given.to(cu), given, windows=other),
+        DraftShape(1, 8),
+        ConvInputs(given, weights, weights) if has else None,
+        NormInputs(given, given, 1e-5) if has else None,
+        q,
+    )
+    params = FusedRecordsSm90Params(split, 128, 32, 4)  # type: ignore[arg-type]
+    return records_sm90.SOURCE, records_sm90.PARAMS, records_sm90.defines_of(params, call)
+
+
 def report() -> dict[str, object]:
     variants = dict(prefill_variants()) | dict(one_launch_variants())
     for split, warps in SHAPES:
         variants[f"decode_step engine, {split} x {warps} warps"] = step_variant(
             split, warps, "engine"
         )
+    for split in (1, 2, 4):
+        variants[f"verify_records engine, {split} CTAs"] = records_variant(split)
     table = {name: compile_cubin(*variant)[1] for name, variant in variants.items()}
     return {"nvcc": nvcc_version(), "arch": "sm_90a", "kernels": table}
 
@@ -139,6 +194,16 @@ def test_step_ctas_fit_an_sm_without_spills(split: int, warps: int, kind: str) -
     assert kernel["spill_bytes"] == 0
     ctas = step_sm90.CTAS_PER_SM[warps]
     assert ctas * 32 * warps * kernel["registers"] <= 65536
+    assert ctas * (kernel["shared_bytes"] + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_record_ctas_fit_an_sm_without_spills(split: int, kind: str) -> None:
+    _, kernel = compile_cubin(*records_variant(split, **DRAFTS[kind]))
+    assert kernel["spill_bytes"] == 0
+    ctas = records_sm90.CTAS_PER_SM
+    assert ctas * records_sm90.THREADS * kernel["registers"] <= 65536
     assert ctas * (kernel["shared_bytes"] + 1024) <= 228 * 1024
 
 

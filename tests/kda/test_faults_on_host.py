@@ -61,7 +61,7 @@ def kernels(seed: int, split: bool, tiles_of_reserved: int) -> pipeline.StageKer
         scan_ctas = 4 * shape.tasks if split else min(shape.tasks, 2)
         return Schedule(2, split, scan_ctas, 3, 2, tiles_of_reserved, False)
 
-    return pipeline.StageKernels({2: intra}, (scan, scan), schedule)  # type: ignore[dict-item, arg-type]
+    return pipeline.StageKernels({2: intra}, (scan, scan), schedule, 4)  # type: ignore[dict-item, arg-type]
 
 
 @pytest.fixture

@@ -74,8 +74,6 @@ class Model:
         common = (self.weights, self.selection, x, self.conv_pool, state)
         if function is layer.decode:
             function(*common)
-        elif function is layer.decode_or_start:
-            function(*common, self.step_plan)
         else:
             function(*common, self.step_plan, Scratch(device))
         return out
@@ -115,12 +113,6 @@ def check(
 
 def test_prefill_is_the_definition_and_keeps_its_slots(backend: Backend, seed: int) -> None:
     check(Model(backend, seed, LENGTHS), layer.prefill, INDICES, INITIAL)
-
-
-def test_decode_is_the_definition_and_skips_padding(backend: Backend, seed: int) -> None:
-    model = Model(backend, seed, (1, 1, 1, 0, 0))
-    # Padded rows have no token and all name the same slot.
-    check(model, layer.decode_or_start, (5, 2, 3, 0, 0), (True, False, True, True, True))
 
 
 def test_decode_in_one_launch_is_the_definition(backend: Backend, seed: int) -> None:

@@ -73,6 +73,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
         dict.fromkeys((2, 4), made.kernel("intra")),  # type: ignore[dict-item]
         scans,  # type: ignore[arg-type]
         lambda shape: schedule_of(shape, split=False, sequence_major=False),
+        4,
     )
     monkeypatch.setattr(pipeline.TwoStageSm90, "kernels", lambda *_: kernels)
     monkeypatch.setattr(

@@ -199,10 +199,11 @@ def test_no_nvidia_row_asks_for_a_scan_of_one_stage() -> None:
     assert len(stages) >= 8 and min(stages) >= 2
 
 
-def test_only_the_decode_step_requires_states_on_16_bytes() -> None:
+def test_steps_with_bulk_copies_require_states_on_16_bytes() -> None:
     shape = KdaShape(4, 4, 128, 128, aligned_state=False)
     for operator in TABLES.operator_names:
-        assert ("unaligned_state" in shape.requires(operator)) == (operator == "decode_step")
+        copies = operator in ("decode_step", "verify_records")
+        assert ("unaligned_state" in shape.requires(operator)) == copies
     hopper = select(KNOWN_TARGETS["H200"], shape)
     assert {path.name for path in hopper.decode_step.rows} == {"fused"}
 

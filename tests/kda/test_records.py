@@ -32,6 +32,8 @@ def drafts(
     backend: Backend, seed: int, lengths: tuple[int, ...] = (3, 0, 1), steps: int = 3, **model: Any
 ) -> RecordedDrafts:
     options = {k: model.pop(k) for k in ("state_dtype", "layout", "rolls") if k in model}
+    if backend.name == "kernels_128":
+        model = {"key_dim": 128, "value_dim": 128} | model
     case = make_step(seed, steps * sum(lengths), device=backend.device, **({"heads": 1} | model))
     return RecordedDrafts(case, lengths, seed=seed + 1, **options)
 
@@ -133,8 +135,10 @@ def test_a_count_that_is_off_by_one_shows(backend: Backend, seed: int, off_by: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bits_are_those_of_states(kernels: Backend, seed: int, dtype: torch.dtype) -> None:
-    """Without a convolution, whose k is rounded here alone: outputs, and what is committed."""
+def test_bits_are_those_of_states(device: torch.device, seed: int, dtype: torch.dtype) -> None:
+    """In Triton and without a convolution, whose k is rounded here alone: outputs, and what is
+    committed."""
+    kernels = Backend("kernels", device)
     x = drafts(kernels, seed, (4,), steps=1, has_conv=False, heads=2, state_dtype=dtype)
     part, pools = x.case.part(slice(0, 4)), x.pools.copy()
     states = poisoned(1, 4, *x.pools.states.shape[1:], dtype=dtype, device=kernels.device)
@@ -195,7 +199,8 @@ def test_corrections_for_keys_behind_their_norm(backend: Backend, seed: int) -> 
         x.records = x.records._replace(by_norm=by_norm)
         verify(backend, x, 0, None)
         found.append(x.records)
-    norm = found[0].key_gate[1, 0, :, :16].double().square().sum(1, keepdim=True).add(1e-6).sqrt()
+    keys = found[0].key_gate[1, 0, :, : x.case.g.shape[2]]
+    norm = keys.double().square().sum(1, keepdim=True).add(1e-6).sqrt()
     assert_same_bits("keys", found[1].key_gate[1], found[0].key_gate[1])
     assert_close("u", found[1].correction[1, 0], found[0].correction[1, 0] * norm, 1e-6)
     with pytest.raises(ValueError, match="num_accepted_tokens must be None"):

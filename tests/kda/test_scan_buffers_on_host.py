@@ -51,13 +51,16 @@ def test_bits_are_those_of_the_split_scan(monkeypatch: pytest.MonkeyPatch, seed:
         assert_same_bits(name, whole, split_over_ctas)
 
 
-def test_rows_of_a_table_without_a_request(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_of_a_table_without_a_request(
+    monkeypatch: pytest.MonkeyPatch, seed: int, split: bool
+) -> None:
     """They end a CTA's tasks; an empty sequence with a slot, and one whose state before its first
     chunk is asked for, are served as ever."""
     case = case_of(seed, (70, 0, 0, 65, 0, 0, 0), heads=1)
     slots = torch.tensor([6, 2, -1, 5, -1, -1, -1], dtype=torch.int32)
     kept = (slots >= 0).nonzero().flatten()
-    use_two_stages(monkeypatch, seed, track=Track.IN_ORDER)
+    use_two_stages(monkeypatch, seed, split=split, track=Track.IN_ORDER)
     pool = torch.randn(8, *case.state.shape[1:])
     pool[slots[kept].long()] = case.state[kept]
     before = pool.clone()

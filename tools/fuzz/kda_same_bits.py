@@ -1,8 +1,9 @@
 """Random requests of a layer, whose bits must not depend on what else is served.
 
-A request runs alone, its prompt in one step, and then among other requests: its prompt cut at
-multiples of 64 tokens, each step with other neighbours before and behind it, other slots and other
-knowledge of the lengths. Outputs, state and window of the convolution are compared bit by bit.
+A request runs alone, its prompt in one step, and then among other requests, on a GPU `AMONG` times:
+its prompt cut at multiples of 64 tokens, each step with other neighbours before and behind it,
+other slots and other knowledge of the lengths. Outputs, state and window of the convolution are
+compared bit by bit.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kda_backend.testing.steps import EPS, make_step
 from tools.fuzz.batches import Draw, FuzzBatch, FuzzCase, MismatchError
 from tools.fuzz.kda import EDGES, LONGEST, drawn_regimes
 
+AMONG = 24
 _NOISE = 256
 """Tokens of neighbours, which take them again and again."""
 _DRAFT = 3
@@ -89,11 +91,12 @@ class _Request:
         )
         self.states = torch.empty(self.slots, heads, dim, dim, device=device)
         self.alone = self._steps(draw, among=False)
-        self.among = self._steps(draw, among=True)
-        out = (2, self.total, heads, dim)
+        times = AMONG if self.on_gpu else 1
+        self.among = [self._steps(draw, among=True) for _ in range(times)]
+        out = (1 + times, self.total, heads, dim)
         self.out = torch.empty(out, dtype=torch.bfloat16, device=device)
         self.kept = [
-            torch.empty(2, *x.shape[1:], dtype=x.dtype, device=device)
+            torch.empty(1 + times, *x.shape[1:], dtype=x.dtype, device=device)
             for x in (self.states, self.windows)
         ]
 
@@ -205,7 +208,7 @@ class _Request:
             own.copy_(drawn)
 
     def run(self) -> None:
-        for number, steps in enumerate((self.alone, self.among)):
+        for number, steps in enumerate((self.alone, *self.among)):
             self.states.fill_(0.01)  # of neighbours
             self.windows.fill_(0.5)
             for step in steps:
@@ -239,8 +242,10 @@ class _Request:
 
     def error(self) -> tuple[float, float]:
         named = {"output": self.out, "state": self.kept[0], "window": self.kept[1]}
-        for what, (alone, among) in named.items():
-            if not torch.equal(as_bytes(alone), as_bytes(among)):
+        for what, (alone, *others) in named.items():
+            for among in others:
+                if torch.equal(as_bytes(alone), as_bytes(among)):
+                    continue
                 differs = (as_bytes(alone) != as_bytes(among)).sum().item()
                 raise MismatchError(
                     f"the {what} of a request among others has {differs} other bytes than alone"

@@ -1,60 +1,13 @@
-// The inputs of a decode step: elements of any type, and channels of the short convolution.
-//
-// DT_* say the type of each tensor: 0 (bf16), 1 (fp16) or 2 (fp32).
+// The inputs of a decode step, and its channels of the short convolution.
 #pragma once
 
-#include "kda.cuh"
+#include "step_elements.cuh"
 #include "params.cuh"
 
 static constexpr int THREADS = 32 * WARPS, ROWS = D / SPLIT, WARP_ROWS = ROWS / WARPS;
 static_assert(WARP_ROWS >= 4, "a warp has four rows at a time");
 static_assert(WARP_ROWS <= 32, "a lane for each row");
 static constexpr int FIRST_K_THREAD = THREADS > D ? D : 0;  // of channel 0 of k
-
-// An element as it lies in memory. A conversion would wait for it, and so would the loads after it.
-template <int TYPE>
-__device__ __forceinline__ u32 load_bits(const void* p, i64 i) {
-    return TYPE == 2 ? static_cast<const u32*>(p)[i] : static_cast<const u16*>(p)[i];
-}
-template <int TYPE>
-__device__ __forceinline__ float to_float(u32 bits) {
-    bits = compiler_fence(bits);
-    return TYPE == 2 ? __uint_as_float(bits) : TYPE == 1 ? from_fp16(bits) : low_bf16(bits);
-}
-template <int TYPE>
-__device__ __forceinline__ void store_bits(void* p, i64 i, u32 bits) {
-    if (TYPE == 2) {
-        static_cast<u32*>(p)[i] = bits;
-    } else {
-        static_cast<u16*>(p)[i] = bits;
-    }
-}
-template <int TYPE>
-__device__ __forceinline__ void store(void* p, i64 i, float x) {
-    if (TYPE == 2) {
-        static_cast<float*>(p)[i] = x;
-    } else {
-        static_cast<u16*>(p)[i] = TYPE == 1 ? to_fp16(x) : static_cast<u16>(pack_bf16(x, 0.0f));
-    }
-}
-// The four taps of a channel as they lie in memory, aligned to their 16 or 8 bytes.
-#if DT_TAPS == 2
-typedef float4 Taps;
-__device__ __forceinline__ float4 taps_of(Taps x) { return x; }
-#else
-typedef uint2 Taps;
-__device__ __forceinline__ float4 taps_of(Taps x) {
-    return make_float4(to_float<DT_TAPS>(x.x & 0xffff), to_float<DT_TAPS>(x.x >> 16),
-                       to_float<DT_TAPS>(x.y & 0xffff), to_float<DT_TAPS>(x.y >> 16));
-}
-#endif
-
-// log2(1 + e^x), without overflow for large x and without cancellation for very negative x
-__device__ __forceinline__ float softplus_log2(float x) {
-    float y = x * LOG2E, e = ex2(fminf(y, 40.0f));
-    float series = LOG2E * e * (1.0f - e * (0.5f - e * (0.33333333f - e * 0.25f)));
-    return e < 0.03f ? series : fmaxf(lg2(1.0f + e), y);
-}
 
 // Where a thread stands in the step.
 struct Place {
@@ -88,11 +41,9 @@ struct Channel {
     // silu of the convolution
     __device__ __forceinline__ float activated() const {
         if (!HAS_CONV) return to_float<DT_X>(x);
-        const float4 w = taps_of(taps);
-        float y = HAS_BIAS ? to_float<DT_BIAS>(bias) : 0.0f;
-        y += w.x * to_float<DT_CONV>(x0) + w.y * to_float<DT_CONV>(x1);
-        y += w.z * to_float<DT_CONV>(x2) + w.w * to_float<DT_X>(x);
-        return y * sigmoid(y);
+        return convolve(taps_of(taps), HAS_BIAS ? to_float<DT_BIAS>(bias) : 0.0f,
+                        to_float<DT_CONV>(x0), to_float<DT_CONV>(x1), to_float<DT_CONV>(x2),
+                        to_float<DT_X>(x));
     }
     __device__ __forceinline__ void shift_window(const Params& p, i64 slot, int channel) const {
         i64 at = slot * p.conv_state.stride_n + channel * p.conv_state.stride_c;
@@ -148,20 +99,8 @@ struct Inputs {
         }
     }
     __device__ __forceinline__ float decay(const Params& p) const {
-        const float a = to_float<DT_A>(a_log), x = to_float<DT_G>(g);
-        const float raw = x + to_float<DT_DT>(dt_bias);
-        float log2_decay = x * LOG2E;
-        if (GATE == GATE_SOFTPLUS) {
-            // With A_log above 60 the decay is 0 unless softplus(x) = e^x < e^-20, where
-            // exp(A_log) softplus(x) = exp(60) softplus(x + A_log - 60); its factors may overflow.
-            const float shift = fmaxf(a - 60.0f, 0.0f);
-            log2_decay = -ex2(fminf(a, 60.0f) * LOG2E) * softplus_log2(raw + shift);
-        }
-        if (GATE == GATE_BOUNDED) {  // with a finite rate, since 0 times it is 0
-            const float rate = ex2(fminf(a, 88.0f) * LOG2E);
-            log2_decay = p.lower_bound * LOG2E * sigmoid(rate * raw);
-        }
-        return ex2(log2_decay);
+        return decay_of(to_float<DT_G>(g), to_float<DT_A>(a_log), to_float<DT_DT>(dt_bias),
+                        p.lower_bound);
     }
     __device__ __forceinline__ void shift_windows(const Params& p, const Place& at,
                                                   i64 slot) const {

@@ -3,13 +3,6 @@
 #pragma once
 
 #include "decode_channels.cuh"
-#include "state_type.cuh"
-
-#if DT_STATE == 2
-typedef float4 State4;
-#else
-typedef uint2 State4;
-#endif
 
 // Up to eight rows go to registers, more by bulk copies to shared memory.
 static constexpr bool DIRECT = WARP_ROWS <= 8;
@@ -32,17 +25,6 @@ struct __align__(16) Vectors {
 struct Shared : StateTile<DIRECT>, Vectors {};
 // Read by the host from the compiled kernel.
 template __global__ void shared_bytes<sizeof(Shared)>();
-
-__device__ __forceinline__ float4 to_float4(float4 x) { return x; }
-__device__ __forceinline__ float4 to_float4(uint2 x) {
-    return make_float4(low_state(x.x), high_state(x.x), low_state(x.y), high_state(x.y));
-}
-__device__ __forceinline__ void store4(float4* p, float4 x, u64 policy) {
-    store_global(p, x, policy);
-}
-__device__ __forceinline__ void store4(uint2* p, float4 x, u64 policy) {
-    store_global(p, make_uint2(pack_states(x.x, x.y), pack_states(x.z, x.w)), policy);
-}
 
 // State4 (i, j) of chunk c belongs to this lane's row, the lane / 8th of four, and to channels
 // 32 j + 4 column on.

@@ -112,7 +112,7 @@ __device__ __forceinline__ float update_rows(Shared& s, const Place& at, WarpSta
                 float4 y = b_state[i][j];
                 y = make_float4(fmaf(step, x.k[j].x, y.x), fmaf(step, x.k[j].y, y.y),
                                 fmaf(step, x.k[j].z, y.z), fmaf(step, x.k[j].w, y.w));
-                store4(own + 4 * fours * ROW4 + 8 * j, y, keep);
+                store_global(own + 4 * fours * ROW4 + 8 * j, as_stored4(y), keep);
             }
             out = at.column % FOURS == fours ? o : out;
         }

@@ -38,22 +38,6 @@ struct __align__(1024) Shared : Buffers {
 // Read by the host from the compiled kernel.
 template __global__ void shared_bytes<sizeof(Shared)>();
 
-// The tasks before those of sequences that have neither tokens nor a slot; by a whole warp. In the
-// order of lengths these come last: tables of a CUDA graph have them where no request is.
-__device__ __forceinline__ int tasks_before_idle_ones(const Params& p, int lane) {
-    const int sequences = p.num_tasks / p.num_value_heads;
-    int idle_last = sequences;
-    for (int i = lane; i < sequences; i += 32) {
-        const int n = p.sequence_order[i];
-        bool idle = p.state_indices && p.state_indices[n] < 0 &&
-                    sequence_offset(p.cu_seqlens, n) == sequence_offset(p.cu_seqlens, n + 1);
-        for (int j = 0; j < p.num_snapshots; ++j)
-            idle = idle && p.snapshot_chunks[static_cast<i64>(n) * p.num_snapshots + j] < 0;
-        if (!idle) idle_last = sequences - 1 - i;
-    }
-    return (sequences - __reduce_min_sync(~0u, idle_last)) * p.num_value_heads;
-}
-
 // Warp 0 of the producers: takes tasks and fetches their tiles.
 __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane) {
     const u32 launch = p.progress->launches + 1;
@@ -69,7 +53,7 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int lane
         if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // readers still use the launch number
         if (over) break;
         const Task task(p, number, 0);
-        if (!SEGMENTS && !task.chunks) tasks = tasks_before_idle_ones(p, lane);
+        if (!SEGMENTS && !task.chunks) tasks = tasks_before_idle_ones(p, p.num_value_heads, lane);
         TileFlags flags(p, task, launch);
         for (int c = 0; c < task.chunks; ++c, ++before) {
             const int stage = before % STAGES;

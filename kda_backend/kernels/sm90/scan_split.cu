@@ -61,13 +61,15 @@ __device__ __forceinline__ void fetch_tiles(const Params& p, Shared& s, int rank
     const u32 launch = p.progress->launches + 1;
     const int clusters = gridDim.x / 2;
     int before = 0;  // chunks of the tasks before
+    int tasks = p.num_tasks;
     for (int turn = 0;; ++turn) {
         const int number = blockIdx.x / 2 + turn * clusters;
-        const bool over = number >= p.num_tasks;
+        const bool over = number >= tasks;
         s.tasks.post(turn, over ? -1 : number, lane);
         if (SEGMENTS && over) s.tasks.wait_until_read(turn);  // readers still use the launch number
         if (over) break;
         const Task task = task_of(p, number);
+        if (!SEGMENTS && !task.chunks) tasks = tasks_before_idle_ones(p, 2 * p.num_value_heads, lane);
         TileFlags flags(p, task, launch);
         for (int c = 0; c < task.chunks; ++c, ++before) {
             const int stage = before % STAGES;

@@ -72,6 +72,23 @@ __device__ __forceinline__ void wait_for_start(const Params& p, const Task& task
 #endif
 }
 
+// The tasks before those of sequences that have neither tokens nor a slot; by a whole warp. In the
+// order of lengths these come last: tables of a CUDA graph have them where no request is.
+__device__ __forceinline__ int tasks_before_idle_ones(const Params& p, int tasks_per_sequence,
+                                                      int lane) {
+    const int sequences = p.num_tasks / tasks_per_sequence;
+    int idle_last = sequences;
+    for (int i = lane; i < sequences; i += 32) {
+        const int n = p.sequence_order[i];
+        bool idle = p.state_indices && p.state_indices[n] < 0 &&
+                    sequence_offset(p.cu_seqlens, n) == sequence_offset(p.cu_seqlens, n + 1);
+        for (int j = 0; j < p.num_snapshots; ++j)
+            idle = idle && p.snapshot_chunks[static_cast<i64>(n) * p.num_snapshots + j] < 0;
+        if (!idle) idle_last = sequences - 1 - i;
+    }
+    return (sequences - __reduce_min_sync(~0u, idle_last)) * tasks_per_sequence;
+}
+
 // The flags of a task's tiles, looked at by a whole warp.
 struct TileFlags {
     const u32* flags;

@@ -296,7 +296,7 @@ def test_a_capture_has_a_plan_of_its_own_without_lengths(
     built: list[Any] = []
     build = sglang_kernel.build_step_plan
 
-    def seen(*args: Any, cu_seqlens_cpu: torch.Tensor | None, **given: Any) -> Any:
+    def seen(*args: Any, cu_seqlens_cpu: torch.Tensor | None = None, **given: Any) -> Any:
         built.append(cu_seqlens_cpu)
         return build(*args, cu_seqlens_cpu=cu_seqlens_cpu, **given)
 

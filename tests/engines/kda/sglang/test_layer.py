@@ -17,6 +17,7 @@ from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_kernel, sglang_layer
+from kda_backend.engines.prefill_calls import divided
 from kda_backend.selection import KdaShape, select
 from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served
 from tests.engines.kda.weights import Definition
@@ -170,10 +171,10 @@ def test_a_step_of_many_chunks_is_several_calls(
 def test_calls_have_at_most_so_many_chunks_or_one_request() -> None:
     lengths = [1, 70, 130, 0, 3, 5, 64]
     for most, ends in {1: [1, 2, 4, 5, 6, 7], 2: [1, 2, 4, 6, 7], 3: [2, 4, 7], 99: [7]}.items():
-        calls = list(sglang_kernel.divided(lengths, most))
+        calls = list(divided(lengths, most))
         assert [call.stop for call in calls] == ends
         assert [call.start for call in calls] == [0, *ends[:-1]]
-    assert list(sglang_kernel.divided([300] * 3, None)) == [slice(0, 3)]
+    assert list(divided([300] * 3, None)) == [slice(0, 3)]
 
 
 def test_a_draft_leaves_the_states_as_they_are(served: Any) -> None:

@@ -164,13 +164,11 @@ class PrefillGraph:
 
 
 def plan_of_a_gpu(
-    cu_seqlens: torch.Tensor, num_tokens: int, *, cu_seqlens_cpu: Any, chunk_table: bool
+    cu_seqlens: torch.Tensor, num_tokens: int, *, chunk_table: bool, **known: Any
 ) -> StepPlan:
     """`build_step_plan` of offsets that are not in host memory."""
     assert chunk_table
-    plan = build_step_plan(
-        cu_seqlens.to("meta"), num_tokens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_table=False
-    )
+    plan = build_step_plan(cu_seqlens.to("meta"), num_tokens, chunk_table=False, **known)
     table = build_chunk_table(cu_seqlens, plan.num_chunks)
     return replace(plan, cu_seqlens=cu_seqlens, chunk_table=table)
 

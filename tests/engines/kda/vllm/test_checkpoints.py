@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig
 
 from backend_core.testing.numerics import relative_error
-from kda_backend.engines import vllm_layer, vllm_step
+from kda_backend.engines import vllm_layer
 from tests.engines.kda.vllm.harness import (
     DRAFT,
     NGRAM,
@@ -70,15 +71,13 @@ def layer_of(model: Model, config: VllmConfig) -> Any:
     return layer
 
 
-@pytest.mark.parametrize("most", [2, vllm_step.MOST_PREFILLS])
-def test_checkpoints_are_the_states_in_the_middle_of_prefills(
-    model: Model, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("most", [4, 24])
+def test_checkpoints_are_the_states_in_the_middle_of_prefills(model: Model, most: int) -> None:
     """Beside a decode: a prompt with a checkpoint, a short one, and one that continues. The three
     are one call or two."""
-    monkeypatch.setattr(vllm_step, "MOST_PREFILLS", most)
     config = caching_config()
     layer = layer_of(model, config)
+    layer.kda_runtime = replace(layer.kda_runtime, most_chunks=most)
     blocks = torch.tensor(
         [[1, 0, 0, 0], [2, 3, 4, 0], [5, 0, 0, 0], [6, 7, 8, 9]], dtype=torch.int32
     )

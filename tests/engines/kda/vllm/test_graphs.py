@@ -77,7 +77,7 @@ class Graph:
 
     def capture(self, metadata: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("decode", "decode_or_start", "prefill", "verify"):
+            for name in ("decode", "prefill", "verify"):
                 patch.setattr(operators, name, self._recorded(getattr(operators, name)))
             run_layer(self.layer, self.config, self.x, metadata)
 

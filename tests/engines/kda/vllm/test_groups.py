@@ -82,7 +82,7 @@ def test_a_step_plans_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [table(*slots) for slots in SLOTS]
     for lengths, computed, plans in (
         ((70, 3, 20), (0, 0, 0), [[0, 70, 73, 93]]),
-        ((1, 1, 65), (70, 3, 20), [[0, 1, 2], [0, 65]]),  # two decodes beside a prefill
+        ((1, 1, 65), (70, 3, 20), [[0, 65]]),  # beside two decodes, which need no plan
         ((5, 66, 2), (71, 4, 85), [[0, 5, 71, 73]]),
         ((66, 5, 2), (76, 70, 87), [[0, 66, 71, 73]]),  # as many requests and tokens as before
     ):
@@ -90,7 +90,7 @@ def test_a_step_plans_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         groups.known.clear()
         x, outputs = groups.step(lengths, computed, tables)
         assert groups.built == plans
-        assert groups.known == [*[None] * (len(plans) - 1), plans[-1]]  # those of prefills
+        assert groups.known == plans
         for layer, o, slots, definitions in zip(
             groups.layers, outputs, SLOTS, groups.definitions, strict=True
         ):

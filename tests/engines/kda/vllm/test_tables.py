@@ -39,6 +39,7 @@ BATCHES: list[Batch] = [
     ((150,), ((8,), (6,))),  # the rows after it had requests that began
     ((1, 1, 65), ((3, 5, 7), (2, 9, 4))),  # two requests that decode beside a prefill
     ((1, 1, 1, 80, 2), ((7, 8, 3, 5, 10), (4, 6, 2, 9, 10))),
+    ((1, 1, 1, 30), ((7, 8, 1, 2), (4, 6, 1, 3))),  # the third is a prompt of one token
 ]
 
 
@@ -52,9 +53,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vllm_layer._runtime.cache_clear()
 
 
-def plan_of_a_gpu(cu_seqlens: torch.Tensor, num_tokens: int, *, chunk_table: bool) -> StepPlan:
+def plan_of_a_gpu(
+    cu_seqlens: torch.Tensor, num_tokens: int, *, chunk_table: bool, as_one: bool
+) -> StepPlan:
     assert chunk_table
-    plan = build_step_plan(cu_seqlens.to("meta"), num_tokens, chunk_table=False)
+    plan = build_step_plan(cu_seqlens.to("meta"), num_tokens, chunk_table=False, as_one=as_one)
     table = build_chunk_table(cu_seqlens, plan.num_chunks)
     return replace(plan, cu_seqlens=cu_seqlens, chunk_table=table)
 
@@ -180,11 +183,11 @@ def test_checkpoints_go_to_their_requests_and_are_forgotten(kernels: None) -> No
         return SimpleNamespace(checkpoint=of)
 
     for metadata in (asked([0, 0, 128], [0, 0, 7]), asked([0, 128], [0, 7])):
-        vllm_tables._fill_checkpoints(group, metadata, 3)
-        assert wants.chunks[:, 0].tolist() == [-1, -1, 2, -1, -1, -1]
-        assert wants.state_indices[:, 0].tolist() == [-1, -1, 7, -1, -1, -1]
-        assert wants.offsets[2] == 128
-        vllm_tables._fill_checkpoints(group, SimpleNamespace(checkpoint=None), 1)
+        vllm_tables._fill_checkpoints(group, metadata, 1, 2)
+        assert wants.chunks[:, 0].tolist() == [-1, 2, -1, -1, -1, -1]
+        assert wants.state_indices[:, 0].tolist() == [-1, 7, -1, -1, -1, -1]
+        assert wants.offsets[1] == 128
+        vllm_tables._fill_checkpoints(group, SimpleNamespace(checkpoint=None), 0, 1)
         assert wants.chunks.max() == -1 and wants.state_indices.max() == -1
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.engines import vllm_layer, vllm_packed, vllm_profile, vllm_step
+from kda_backend.engines import vllm_layer, vllm_packed, vllm_profile
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     NGRAM,
@@ -60,7 +60,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Variant]]:
         KernelLaunch, "_interpret", lambda self, grid, *args: found.append(variant(self, args))
     )
     monkeypatch.setattr(vllm_layer, "detect_target", lambda device: KNOWN_TARGETS["A100"])
-    monkeypatch.setattr(vllm_step, "MOST_PREFILLS", 4)  # the last of STEPS is two calls
+    monkeypatch.setattr(vllm_layer, "PARTIAL_CHUNKS", -5)  # the last of STEPS is two calls
     vllm_layer._runtime.cache_clear()
     vllm_profile._warm.clear()
     yield found
@@ -121,15 +121,16 @@ def test_serving_drafts_from_records_compiles_nothing(launched: list[Variant]) -
 def test_many_prefills_fit_into_the_scratch_memory_of_a_few(
     launched: list[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_step, "MOST_PREFILLS", vllm_profile.MOST_PREFILLS)
+    monkeypatch.setattr(vllm_layer, "PARTIAL_CHUNKS", 16)
     config = engine_config(flag=True, max_num_seqs=256)
+    config.scheduler_config.max_num_batched_tokens = 512
     layer = build_layer(config)
     x = torch.randn(512, 256)
     run_layer(layer, config, x, None)
     bind_cache(layer, config)
     scratch = layer.kda_runtime.scratch
     taken, calls = scratch.nbytes, []
-    for number in (vllm_profile.MOST_PREFILLS, 250):
+    for number in (17, 250):
         launched.clear()
         lengths = (512 - 2 * (number - 1),) + (2,) * (number - 1)
         slots = torch.ones(number, 8, dtype=torch.int32)
@@ -137,7 +138,7 @@ def test_many_prefills_fit_into_the_scratch_memory_of_a_few(
         assert metadata.num_prefills == number
         run_layer(layer, config, x, metadata)
         calls.append([key[0] for key in launched].count("scan_kernel"))
-    assert calls == [1, 2] and scratch.nbytes == taken > 0
+    assert calls == [1, 11] and scratch.nbytes == taken > 0
 
 
 def test_serving_rows_of_an_odd_width_compiles_nothing(launched: list[Variant]) -> None:

@@ -1,0 +1,117 @@
+"""A full server by the format of KDA's states: more requests at once than have room.
+
+    python -m benchmarks.crowd vllm CONFIG_DIR benchmarks/results/crowd_vllm.json
+    python -m benchmarks.crowd sglang CONFIG_DIR benchmarks/results/crowd_sglang.json
+
+A side is Kimi-Linear-48B in `benchmarks.serve_vllm` or `benchmarks.serve_sglang`, in the engine's
+default mode with all of the memory of a GPU of its own; ``--gpus`` sides run at the same time.
+``running`` are the most requests that ran at once, ``slots`` what the engine made room for: blocks
+of vLLM's cache, KDA states of sglang's. ``tokens_per_s`` counts new tokens, over a time in which
+the prompts are read too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from backend_core.testing.records import write_record
+from benchmarks.engines import serve_work
+
+SLOTS = {"vllm": "blocks", "sglang": "max_mamba_cache_size"}
+FLAG = {"vllm": ["--attention-backend", "KDA"], "sglang": ["--flag"]}
+STATES = ("float32", "float16", "bfloat16")
+_SIDES = [f"{side}:{state}" for state in STATES for side in serve_work.SIDES]
+# upstream's layers of Kimi-Linear refuse 16 bits in vLLM
+SIDES = {"vllm": [s for s in _SIDES if s in (_SIDES[0], *_SIDES[1::2])], "sglang": _SIDES}
+
+
+def main() -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("engine", choices=tuple(SLOTS))
+    parser.add_argument("config", type=Path, help="a folder with the model's config.json")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--sides", nargs="+", choices=_SIDES, help="in this order")
+    parser.add_argument(
+        "--parts", nargs="+", choices=tuple(serve_work.CROWDS), default=[*serve_work.CROWDS]
+    )
+    parser.add_argument("--limit", type=float, default=540.0, help="of all sides, seconds")
+    parser.add_argument("--gpus", type=int, default=4)
+    args = parser.parse_args()
+    until = time.time() + args.limit - serve_work.GRACE_S
+    found: dict[str, dict[str, Any]] = {}
+    sides = args.sides or SIDES[args.engine]
+
+    def run(gpu: int, side: str) -> None:
+        who, state = side.split(":")
+        label = f"{who}_{state}"
+        options = ["--config", str(args.config), "--parts", *args.parts, "--state", state]
+        options += FLAG[args.engine] if who == "flag" else []
+        if args.engine == "sglang":
+            options += ["--full-attention", "triton"]
+        module, variables = f"benchmarks.serve_{args.engine}", {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        data = serve_work.run_side(module, label, options, args.out, until, variables)
+        log = args.out.with_name(f"{args.out.stem}_{label}.log").read_text(errors="replace")
+        found[side] = {"failed": {"process": "no file"}} if data is None else {**data, "log": log}
+        write_record(args.out, document(args.engine, {s: found[s] for s in sides if s in found}))
+
+    for first in range(0, len(sides), args.gpus):
+        wave = sides[first : first + args.gpus]
+        serve_work.beside(functools.partial(run, gpu, side) for gpu, side in enumerate(wave))
+    result = document(args.engine, {s: found[s] for s in sides})
+    for row in result["rows"]:
+        print(" ".join(f"{key} {value}" for key, value in row.items()))
+    print("\n".join(f"{side} failed: {why}" for side, why in result["failed"].items()))
+    return len(result["failed"])
+
+
+def document(engine: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The file: a row of each side and part, and which sides failed.
+
+    Args:
+        found: by ``side:state`` what its file holds, with its ``log``.
+    """
+    heads = [data["head"] for data in found.values() if "head" in data]
+    return {
+        "script": "benchmarks/crowd.py",
+        **(heads[0] if heads else {}),
+        "gpus": 1,
+        "rows": [row for side, data in found.items() for row in rows_of(engine, side, data)],
+        "failed": {side: data["failed"] for side, data in found.items() if data["failed"]},
+    }
+
+
+def rows_of(engine: str, side: str, data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Those of one side."""
+    who, state = side.split(":")
+    for row in data.get("rows", []):
+        if row["kind"] == "crowd":
+            running = row["running"]
+            if running is None:
+                running = most_running(data["log"], row["what"])
+            yield {
+                "what": row["what"],
+                "side": who,
+                "state": state,
+                "running": running,
+                "slots": data["engine"].get(SLOTS[engine]),
+                "tokens_per_s": round(row["tokens_per_s"], 1),
+                "memory_after_load_mib": data["memory_after_load_mib"],
+            }
+
+
+def most_running(log: str, what: str) -> int | None:
+    """The most requests at a time that sglang's lines of decode steps name, of one part."""
+    part = log.partition(f"{serve_work.BEGINS}{what}")[2].partition(serve_work.BEGINS)[0]
+    counts: Sequence[str] = re.findall(r"#running-req: (\d+)", part)
+    return max(map(int, counts), default=None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
