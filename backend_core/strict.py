@@ -41,6 +41,17 @@ def fallback(reason: str) -> None:
     warn_once(f"falling back to upstream's code: {reason}")
 
 
+def decline(line: str) -> None:
+    """Report what a user asked for and this package does in another way: one line for each.
+
+    Raises:
+        FallbackError: in strict mode.
+    """
+    if strict_mode():
+        raise FallbackError(f"KDA_DSV4_STRICT forbids it: {line}")
+    warn_once(line)
+
+
 def warn_once(line: str) -> None:
     """Log a warning, each line once in the process, whichever thread says it first."""
     with _reporting:

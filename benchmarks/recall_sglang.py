@@ -13,6 +13,7 @@ Besides upstream and the flag alone there is one server for each of these:
   captures no prefills of models with MLA.
 - drafts: three tokens looked up in the prompt and in earlier answers, as a chain, which this
   package verifies. The log must show that some were accepted.
+- records: the same drafts, with records in the place of states.
 - fp8: the cache of the MLA layers in fp8.
 - sleep: the server is asked; its memory is released, with the weights kept on the host; it resumes
   and is asked again; its weights are read again and it is asked a third time. This needs
@@ -48,6 +49,7 @@ from benchmarks.engines.vllm_server import RECALL, versions
 from benchmarks.recall_vllm import Request, Variant, add_arguments, mla_of, rounds_of, serve_all
 
 SERVED = "KDA layers on"  # of the line that this package writes at model load
+CHAINS = "the longest path of each tree"  # of the line of n-gram drafts
 MODEL = RECALL / "checkpoint"
 
 
@@ -186,6 +188,8 @@ def measure(
     said = [line for line in text.splitlines() if "kda-dsv4" in line]
     if variant.flagged and not any(SERVED in line for line in said):
         raise RuntimeError(f"expected a line with {SERVED!r} in the log, got {said[:5]}")
+    if variant.flagged and variant.drafts and not any(CHAINS in line for line in said):
+        raise RuntimeError(f"expected a line with {CHAINS!r} in the log, got {said[:5]}")
     accepted = accepted_tokens(text)
     if variant.drafts and accepted is None:
         raise RuntimeError("expected lines with an accept len above 1 in the log, got none")

@@ -15,6 +15,7 @@ Besides upstream and the flag alone there is one server for each of these:
 - segments: prompts whole, and a table of which prefills from 256 tokens on run by segments of 128,
   so that answers, and states in the prefix cache, go through the ends of segments.
 - ngram: drafts from the prompt, which this task accepts.
+- records: the same, of which the layers keep records and no states (vLLM 0.33).
 - fp8: the KV cache in fp8.
 - sleep: asked, put to sleep and woken, asked, weights reloaded, asked, put to sleep without its
   weights, woken, reloaded and asked.
@@ -75,6 +76,11 @@ class Variant:
     then: tuple[tuple[str, tuple[Request, ...]], ...] = ()
 
 
+_DRAFTS = (
+    "--speculative-config",
+    '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4,'
+    ' "prompt_lookup_min": 2}',
+)
 _RELOAD = ("/collective_rpc", {"method": "reload_weights"})
 VARIANTS = {
     "upstream": Variant("upstream", flagged=False),
@@ -84,13 +90,10 @@ VARIANTS = {
         ("--compilation-config", '{"cudagraph_capture_sizes": [512]}'),
     ),
     "segments": Variant("flag, segments of 128 tokens", ("--max-num-batched-tokens", "4096")),
-    "ngram": Variant(
-        "flag, ngram drafts",
-        (
-            "--speculative-config",
-            '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4,'
-            ' "prompt_lookup_min": 2}',
-        ),
+    "ngram": Variant("flag, ngram drafts", _DRAFTS),
+    "records": Variant(
+        "flag, ngram drafts from records",
+        (*_DRAFTS, "--additional-config", '{"kda_draft_records": true}'),
     ),
     "fp8": Variant(  # 0.33 asks for fp8 queries, the flag or not, and has them on Blackwell alone
         "flag, fp8 KV cache",

@@ -79,6 +79,20 @@ KIMI_LINEAR, K3_NVIDIA, K3_AMD = (
     )
 )
 _RECOVER = "vllm.models.kimi_k3.nvidia.ops.recoverssm"
+_STATE = "vllm.v1.worker.gpu.model_states"
+# of a step's metadata, which the runner asks for it
+_COMMIT = (
+    Seam(
+        "vllm.v1.attention.backends.recoverssm_metadata:RecoverSSMMetadata.commit_recoverssm_state",
+        takes="num_accepted_tokens",
+    ),
+    Seam(
+        "vllm.v1.attention.backends.recoverssm_metadata:RecoverSSMPostprocessMetadata",
+        given="num_spec_decodes request_indices block_table num_computed_tokens block_size",
+    ),
+    Seam(f"{_STATE}.recoverssm:RecoverSSMState.record_step", body=True),
+    Seam(f"{_STATE}.recoverssm:RecoverSSMState.commit_step", body=True),
+)
 K3_RECORDS = Part(
     "vllm",
     "records of drafts of Kimi-K3",
@@ -95,7 +109,71 @@ K3_RECORDS = Part(
             "vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention._recoverssm_verify",
             body=True,
         ),
-        Seam("vllm.models.kimi_k3.nvidia.kda_metadata:KimiK3KDAMetadata", has="recoverssm_commit"),
+        Seam(
+            "vllm.models.kimi_k3.nvidia.kda_metadata:KimiK3KDAMetadata",
+            has="recoverssm_commit commit_recoverssm_state",
+        ),
+        *_COMMIT,
+    ),
+)
+_CONTEXT = f"{_RECOVER}:KDARecoverSSMCommitContext"
+VLLM_RECORDS = Part(
+    "vllm",
+    "records of drafts of other KDA layers",
+    (
+        # Kimi-K3's commit, of layers that look like its own
+        Seam(f"{_RECOVER}:KDARecoverSSMRecords", has="correction key_gate"),
+        Seam(
+            f"{_CONTEXT}.create",
+            given="layers spec_query_len max_num_reqs",
+            body=True,
+        ),
+        Seam(
+            f"{_CONTEXT}.commit",
+            given="num_accepted_tokens state_indices query_start_loc request_indices block_table"
+            " num_computed_tokens mamba_block_size",
+            body=True,
+        ),
+        Seam(_CONTEXT, has="A_log dt_bias"),
+        Seam(f"{_RECOVER}:_prepare_commit_plan_kernel", body=True),
+        Seam(f"{_RECOVER}:_commit_kda_state_kernel", body=True),
+        Seam(f"{_RECOVER}:_compact_conv_state_kernel", body=True),
+        *_COMMIT,
+        Seam(f"{_STATE}.mamba_hybrid:MambaHybridModelState", has="recoverssm"),
+        Seam(
+            f"{_STATE}.mamba_hybrid:MambaHybridModelState.__init__",
+            takes="vllm_config model ...",
+        ),
+        Seam(f"{_STATE}.mamba_hybrid:MambaHybridModelState.prepare_attn", body=True),
+        Seam(f"{_STATE}.mamba_hybrid:MambaHybridModelState.postprocess_state", body=True),
+        Seam(
+            f"{_GDN}:GDNAttentionMetadataBuilder.build",
+            takes="common_prefix_len common_attn_metadata ...",
+            body=True,
+        ),
+        Seam(
+            f"{_GDN}:GDNAttentionMetadataBuilder.update_block_table",
+            takes="metadata blk_table slot_mapping",
+            body=True,
+        ),
+        Seam(
+            f"{_GDN}:GDNAttentionMetadataBuilder",
+            has="spec_state_indices_tensor kv_cache_spec",
+        ),
+        Seam("vllm.v1.attention.backend:AttentionMetadataBuilder", has="layer_names vllm_config"),
+        Seam(f"{_GDN}:GDNAttentionMetadata", has="spec_sequence_masks_cpu"),
+        Seam(
+            "vllm.v1.attention.backend:CommonAttentionMetadata",
+            has="block_table_tensor query_start_loc replace compute_num_computed_tokens",
+        ),
+        Seam(
+            "vllm.v1.kv_cache_interface:MambaSpec",
+            has="block_size mamba_cache_mode num_speculative_blocks",
+        ),
+        Seam("vllm.config.vllm:VllmConfig.use_v2_model_runner"),
+        Seam("vllm.config.vllm:VllmConfig.num_speculative_tokens"),
+        Seam("vllm.config.compilation:CompilationConfig", has="static_forward_context"),
+        Seam("vllm.utils.torch_utils:async_tensor_h2d"),
     ),
 )
 _GLM = "vllm.models.glm5next.common.kda:Glm5NextLinearAttention"
@@ -337,7 +415,6 @@ SGLANG_RECORDS = Part(
             "KVCacheConfigurator._handle_max_mamba_cache",
             body=True,
         ),
-        Seam("sglang.srt.configs.hybrid_arch:hybrid_kda_config"),
         Seam("sglang.srt.runtime_context:max_speculative_num_draft_tokens", takes=""),
         Seam("sglang.srt.runtime_context:get_exec", takes=""),
         Seam("sglang.srt.runtime_context:get_disagg", takes=""),
@@ -425,7 +502,16 @@ SGLANG_MLA_BREAKS = Part(
     ),
 )
 SEAMS = (
-    *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, K3_RECORDS, GLM, LING, *SIZING, VLLM_GRAPHS, VLLM_CAPTURE),
-    *(VLLM_CUTS, SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_RECORDS, SGLANG_GRAPHS, SGLANG_CUTS),
+    *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, K3_RECORDS, VLLM_RECORDS, GLM, LING, *SIZING),
+    *(
+        VLLM_GRAPHS,
+        VLLM_CAPTURE,
+        VLLM_CUTS,
+        SGLANG_LAYERS,
+        SGLANG_DRAFTS,
+        SGLANG_RECORDS,
+        SGLANG_GRAPHS,
+        SGLANG_CUTS,
+    ),
     *(SGLANG_NGRAM, SGLANG_MLA_BREAKS),
 )

@@ -57,7 +57,7 @@ def _install(backend: Any, runner: Any) -> None:
         sglang_records,
     )
 
-    sglang_ngram.keep_one_path(runner.server_args)
+    sglang_ngram.keep_one_path()
     ours = sglang_layer.install(backend.linear_attn_backend, runner)
     sglang_records.install_commit(backend, verifies="drafts" in ours)
     if seams.refusal(seam_list.SGLANG_GRAPHS) is None:

@@ -15,6 +15,7 @@ import importlib
 from typing import Any
 
 import numpy as np
+from sglang.srt.runtime_context import get_spec
 
 from backend_core.engines import seams
 from backend_core.engines.sglang_flag import say
@@ -23,10 +24,11 @@ from kda_backend.engines.seam_list import SGLANG_NGRAM
 _INSTALLED = "_kda_dsv4"  # on the method in the place of upstream's
 
 
-def keep_one_path(server_args: Any) -> None:
-    """Have the corpora of this process return chains, where the server verifies chains; a second
-    call changes nothing."""
-    if server_args.speculative_algorithm != "NGRAM" or server_args.speculative_eagle_topk != 1:
+def keep_one_path() -> None:
+    """Have the corpora of this process return chains, where sglang has resolved its options to
+    n-gram drafts that are verified as chains; a second call changes nothing."""
+    spec = get_spec()  # the arguments of a ModelRunner are those before they were resolved
+    if spec.speculative_algorithm != "NGRAM" or spec.speculative_eagle_topk != 1:
         return
     if (reason := seams.refusal(SGLANG_NGRAM)) is not None:
         say(f"n-gram drafts stay trees: {reason}")

@@ -17,7 +17,7 @@ import functools
 from typing import Any
 
 import torch
-from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mambaish_config
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.layers.attention.linear.utils import pp_spec_stable_rows_enabled
@@ -158,8 +158,6 @@ def reserve(runner: Any, layer: Any, selection: KdaSelection, *, one_launch: boo
 def refusal(runner: Any, layer: Any, selection: KdaSelection, one_launch: bool) -> str | None:
     """Why the drafts of a server are not kept as records of ours, or ``None``."""
     mamba, memory = get_exec().mamba, get_memory()
-    if hybrid_kda_config(runner.model_config) is None:
-        return "it changes nothing for this model, whose drafts keep states"
     if runner.server_args.speculative_algorithm is None:
         return "the server does not draft"
     verify = mamba.linear_attn_verify_backend

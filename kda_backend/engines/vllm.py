@@ -7,7 +7,8 @@ to another family. vLLM builds a KDA layer as the class that is registered in pl
 name, once a model has imported the module that defines it: `vllm_layer` and one small file for each
 model's layer. Without the flag that class turns into upstream's as it is built. The flag also has
 vLLM capture longer prefill steps (`vllm_graphs`), keep states of the dtype that the user asks for
-(`vllm_states`), and cut prompts where bits stay the same, if the user asks for that (`vllm_cuts`).
+(`vllm_states`), and, if the user asks for that, cut prompts where bits stay the same (`vllm_cuts`)
+and commit drafts from records (`vllm_drafts`, `vllm_records`).
 """
 
 from __future__ import annotations

@@ -20,9 +20,8 @@ from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, req
 from backend_core.strict import fallback
 from backend_core.target import detect_target
 from kda_backend.contract.tensors import STATES
-from kda_backend.engines import vllm_cuts
+from kda_backend.engines import vllm_cuts, vllm_drafts
 from kda_backend.engines.prefill_calls import PARTIAL_CHUNKS
-from kda_backend.engines.seam_list import K3_RECORDS
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
 from kda_backend.engines.vllm_run import Runtime, pools_of, run_segment, run_step
 from kda_backend.engines.vllm_tables import tables_of_pass
@@ -70,7 +69,7 @@ def runtime_of(
     speculative = vllm_config.speculative_config
     if refusal is None:
         try:
-            return _runtime(
+            runtime = _runtime(
                 torch.device(vllm_config.device_config.device_type),
                 replace(shape, aligned_state=has_aligned_states(module)),
                 vllm_config.scheduler_config.max_num_seqs,
@@ -82,14 +81,17 @@ def runtime_of(
             )
         except (LookupError, ValueError) as error:
             refusal = str(error)
-    fallback(f"--attention-backend {name}: {refusal}")
+        else:
+            vllm_drafts.keep_records(vllm_config, module, lower_bound)
+            return runtime
+    fallback(f"--attention-backend {name}: {refusal}{vllm_drafts.warning(vllm_config, module)}")
     return None
 
 
 def _refusal(vllm_config: VllmConfig, module: Any, lower_bound: float | None) -> str | None:
     if batch_invariant() and (reason := _refusal_of_bits(vllm_config, module)) is not None:
         return f"VLLM_BATCH_INVARIANT is set, and {reason}"
-    if (records := _refusal_of_records(vllm_config, module)) is not None:
+    if (records := vllm_drafts.refusal(vllm_config, module)) is not None:
         return records
     state_dtype = module.get_state_dtype()[1]
     if state_dtype not in STATES:
@@ -115,26 +117,6 @@ def _refusal_of_bits(vllm_config: VllmConfig, module: Any) -> str | None:
             " depends on other requests: --mamba-ssm-cache-dtype float32 keeps them"
         )
     return vllm_cuts.refusal(vllm_config)
-
-
-def _refusal_of_records(vllm_config: VllmConfig, module: Any) -> str | None:
-    """Why drafts are not verified from records here; of a layer that keeps none upstream, with what
-    its code does instead: its table has one column, of which it reads the accepted token's."""
-    if not vllm_config.cache_config.use_replayssm:
-        return None
-    drafts = vllm_config.speculative_config is not None
-    if drafts and getattr(module, "recoverssm_records", None) is not None:
-        if (backend := module.recoverssm_backend) != "triton":
-            return f"--use-replayssm folds records by upstream's kernels in {backend}"
-        return seams.refusal(K3_RECORDS)
-    kinds = [kind.__name__ for kind in type(module).__mro__]
-    if drafts and "KimiGatedDeltaNetAttention" in kinds:
-        return (
-            "--use-replayssm with drafts reads states of other requests in vLLM's"
-            " KimiGatedDeltaNetAttention, which keeps no records and serves here: its answers are"
-            " wrong, so serve without --use-replayssm or without drafts"
-        )
-    return "--use-replayssm verifies drafts from records that upstream's layers keep"
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""What our layers ask of vLLM's metadata: the lengths of requests, and prefill checkpoints.
+"""What our layers ask of vLLM's metadata and cache: the lengths of requests, prefill checkpoints,
+and slots for drafts.
 
 vLLM's metadata of KDA layers has the lengths on the GPU alone. Its builder has them in host memory
 too, and ours leaves them with the metadata: by them a prefill chooses its path and its schedule.
@@ -50,14 +51,38 @@ class KeepsLengths:
     """Stands before the engine's class among the bases of a layer of ours."""
 
     mamba_type: Any
+    recoverssm_records: Any = None  # of drafts; its name in the layer of Kimi-K3, which has its own
 
     def get_attn_backend(self) -> Any:
-        """Upstream's backend, whose builder leaves the lengths with the metadata."""
+        """Upstream's backend, whose builder leaves the lengths with the metadata, and what commits
+        records."""
         upstream: Any = super().get_attn_backend  # type: ignore[misc]
         if batch_invariant() and upstream.__func__ is MambaBase.get_attn_backend:
             # which raises: no backend of upstream's says that it is
             return _keeping_lengths(self.mamba_type.get_class())
-        return _keeping_lengths(upstream())
+        backend = _keeping_lengths(upstream())
+        if self.recoverssm_records is None:
+            return backend
+        from kda_backend.engines.vllm_records import committing  # of releases that commit any
+
+        return committing(self.recoverssm_records, backend)
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """Upstream's, with slots for the states of drafted tokens where no records are kept.
+
+        Raises:
+            ValueError: a draft may be longer than a block, whose state is made of its records.
+        """
+        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
+        drafted = vllm_config.num_speculative_tokens
+        if self.recoverssm_records is None:
+            return dataclasses.replace(spec, num_speculative_blocks=drafted)
+        if spec.mamba_cache_mode == "align" and spec.block_size <= drafted:
+            raise ValueError(
+                f"records of drafts of {1 + drafted} tokens need blocks of as many, got"
+                f" {spec.block_size} (--mamba-block-size)"
+            )
+        return dataclasses.replace(spec, num_speculative_blocks=0)
 
 
 @functools.cache

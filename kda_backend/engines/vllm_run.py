@@ -86,9 +86,8 @@ def pools_of(module: Any) -> Pools:
 
 
 def records_of(module: Any) -> Records | None:
-    """Those of a layer of Kimi-K3 under ``--use-replayssm``, which vLLM folds into its states after
-    sampling."""
-    kept = getattr(module, "recoverssm_records", None)
+    """Those of a layer's drafts, which vLLM folds into its states after sampling."""
+    kept = module.recoverssm_records
     return None if kept is None else Records(kept.correction, kept.key_gate, by_norm=False)
 
 

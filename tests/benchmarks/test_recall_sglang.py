@@ -62,7 +62,7 @@ def test_drafts_that_are_never_accepted_are_a_failure(
     fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.json"
-    assert run(out, monkeypatch, "--only", "drafts") == 1
+    assert run(out, monkeypatch, "--only", "upstream_drafts") == 1
     (why,) = json.loads(out.read_text())["failed"].values()
     assert "expected lines with an accept len above 1" in why
 

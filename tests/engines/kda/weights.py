@@ -67,7 +67,9 @@ class Definition:
         lower_bound: float | None = None,
         window: torch.Tensor | None = None,
         state: torch.Tensor | None = None,
+        eps: float = EPS,
     ) -> None:
+        self.eps = eps
         self.w = {name: x.double() for name, x in weights.items()}
         self.lower_bound = lower_bound
         self.heads = self.w["b_proj.weight"].shape[0]
@@ -104,5 +106,5 @@ class Definition:
             state=self.state,
             cu_seqlens=[0, x.shape[0]],
         )
-        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS) * w["o_norm.weight"]
+        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + self.eps) * w["o_norm.weight"]
         return (o * self._gate("g", x).sigmoid()).flatten(1) @ w["o_proj.weight"].T

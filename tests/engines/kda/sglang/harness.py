@@ -22,16 +22,46 @@ from sglang.srt.layers.attention import attention_registry
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.bailing_moe_v3 import BailingKDA
 from sglang.srt.models.kimi_linear import KimiDeltaAttention
 from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import prepare_server_args
 from torch.overrides import TorchFunctionMode
 
-from tests.engines.kda.weights import CHECKPOINT, Definition, checkpoint_weights
+from tests.engines.kda.weights import (
+    CHECKPOINT,
+    DIM,
+    EPS,
+    HIDDEN,
+    Definition,
+    Weights,
+    checkpoint_weights,
+    drawn,
+)
 
 REQUESTS = 8
 SLOTS = 12
 LAYERS = (0, 1)
+LING = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": DIM,
+    "v_head_dim": DIM,
+    "qk_nope_head_dim": DIM,
+    "qk_rope_head_dim": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "layer_group_size": 4,
+    "short_conv_kernel_size": 4,
+    "no_kda_lora": True,
+    "kda_safe_gate": True,
+    "kda_lower_bound": -5.0,
+}
+"""The configuration of a small Ling-V3."""
 
 
 def server_args(*options: str) -> Any:
@@ -85,13 +115,14 @@ class Served:
         model_config = ModelConfig.from_server_args(self.args)
         config = model_config.hf_config
         torch.set_default_dtype(torch.bfloat16)
+        self.is_ling = config.model_type == LING["model_type"]
+        kind = BailingKDA if self.is_ling else KimiDeltaAttention
         layers = [
-            KimiDeltaAttention(index, config.hidden_size, config, prefix=f"layers.{index}")
-            for index in LAYERS
+            kind(index, config.hidden_size, config, prefix=f"layers.{index}") for index in LAYERS
         ]
         torch.set_default_dtype(torch.float32)
         for index, layer in zip(LAYERS, layers, strict=True):
-            load(layer, index)
+            load(layer, self.weights(index), is_ling=self.is_ling)
         self.layers = torch.nn.ModuleList(layers)
         # sglang copies tracked states once the last layer of its pool has run
         params = dataclasses.replace(config.mamba2_cache_params, layers=list(LAYERS))
@@ -138,6 +169,17 @@ class Served:
         selection = sglang_layer._selection(self.runner, attention, [], torch.device("cpu"))
         assert selection is not None
         sglang_records.reserve(self.runner, attention[0], selection, one_launch=True)
+
+    def weights(self, index: int) -> Weights:
+        """Of a layer; Ling-V3's gates have full rank."""
+        return drawn(low_rank="") if self.is_ling else checkpoint_weights(index)
+
+    def definition_of(
+        self, index: int, window: torch.Tensor | None = None, state: torch.Tensor | None = None
+    ) -> Definition:
+        """A request through a layer; a new one has no states."""
+        bound, eps = (-5.0, 1e-6) if self.is_ling else (None, EPS)
+        return Definition(self.weights(index), bound, window, state, eps)
 
     @property
     def dispatcher(self) -> Any:
@@ -209,7 +251,7 @@ class Served:
         return batch
 
 
-def load(layer: Any, index: int) -> None:
+def load(layer: Any, weights: Weights, *, is_ling: bool) -> None:
     """A layer's weights, by the loaders of its parameters, as the model's ``load_weights``."""
     parameters = dict(layer.named_parameters())
     packed = {
@@ -221,8 +263,15 @@ def load(layer: Any, index: int) -> None:
     packed |= {
         f"{part}_b_proj.weight": ("fused_fg_b_proj.weight", s) for s, part in enumerate("fg")
     }
+    if is_ling:
+        parts = ("q", "k", "v", "b", "f", "g")
+        packed = {
+            f"{part}_proj.weight": ("fused_qkvbfg_proj.weight", n) for n, part in enumerate(parts)
+        }
     packed |= {f"{part}_conv1d.weight": ("qkv_conv1d.weight", s) for s, part in enumerate("qkv")}
-    for name, tensor in checkpoint_weights(index).items():
+    for name, tensor in weights.items():
+        if name == "A_log":
+            tensor = tensor.view(parameters[name].shape)
         if name in packed:
             target, shard = packed[name]
             parameters[target].weight_loader(parameters[target], tensor, shard)
@@ -232,10 +281,3 @@ def load(layer: Any, index: int) -> None:
                 parameters[name].data.copy_(tensor)
             else:
                 loader(parameters[name], tensor)
-
-
-def definition_of(
-    index: int, window: torch.Tensor | None = None, state: torch.Tensor | None = None
-) -> Definition:
-    """A request through a layer of the checkpoint; a new one has no states."""
-    return Definition(checkpoint_weights(index), None, window, state)

@@ -19,7 +19,7 @@ from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_kernel, sglang_layer
 from kda_backend.engines.prefill_calls import divided
 from kda_backend.selection import KdaShape, select
-from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served, definition_of
+from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served
 from tests.engines.kda.weights import Definition
 
 HIDDEN = 256
@@ -50,7 +50,7 @@ def definitions(served: Any, layer: int, slots: list[int], fresh: list[bool]) ->
     """The requests as they lie in the pools; a fresh one starts from nothing."""
     conv, states = served.states(layer)
     return [
-        definition_of(LAYERS[layer], None if new else conv[slot].T, states[slot])
+        served.definition_of(LAYERS[layer], None if new else conv[slot].T, states[slot])
         for slot, new in zip(slots, fresh, strict=True)
     ]
 

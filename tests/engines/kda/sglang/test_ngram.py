@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
 from kda_backend.engines import sglang_ngram
+from tests.engines.kda.sglang.harness import publish, server_args
 
 
 def tree(parents: list[int]) -> np.ndarray:
@@ -20,6 +22,8 @@ def tree(parents: list[int]) -> np.ndarray:
     return mask
 
 
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
+NAMES = ("speculative_algorithm", "speculative_eagle_topk")
 # tokens and parents, and the chain that is left of them
 TREES = [
     ([2, 10, 4, 10], [-1, 0, 0, 2], [2, 4, 10, 0]),  # a sibling of the path before it
@@ -38,11 +42,16 @@ class Corpus:
         return tokens.reshape(-1), np.stack([tree(parents) for _, parents, _ in TREES]).reshape(-1)
 
 
-def drafts(monkeypatch: pytest.MonkeyPatch, **said: Any) -> tuple[np.ndarray, np.ndarray]:
+def drafts(
+    monkeypatch: pytest.MonkeyPatch, *options: str, **said: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """What a corpus of a server with these options returns; ``said`` has others of its group."""
     monkeypatch.setattr(NgramCorpus, "batch_get", NgramCorpus.batch_get)  # put back afterwards
-    server_args = {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 1, **said}
+    publish(server_args(*options), role="test")
+    spec = SimpleNamespace(**{name: getattr(get_spec(), name) for name in NAMES} | said)
+    monkeypatch.setattr(sglang_ngram, "get_spec", lambda: spec)
     for _ in range(2):
-        sglang_ngram.keep_one_path(SimpleNamespace(**server_args))
+        sglang_ngram.keep_one_path()
     corpus = object.__new__(NgramCorpus)
     corpus._obj, corpus.draft_token_num = Corpus(), 4
     corpus._req_id_to_state_id, corpus._next_state_id = {}, 0
@@ -51,7 +60,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch, **said: Any) -> tuple[np.ndarray, np
 
 
 def test_one_path_of_each_tree_is_left_as_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, mask = drafts(monkeypatch)
+    tokens, mask = drafts(monkeypatch, *NGRAM)
     assert tokens.reshape(-1, 4).tolist() == [chain for _, _, chain in TREES]
     assert (mask.reshape(-1, 4, 4) == np.tril(np.ones((4, 4)))).all()
     given = Corpus().match_stateful()
@@ -65,5 +74,7 @@ def test_one_path_of_each_tree_is_left_as_a_chain(monkeypatch: pytest.MonkeyPatc
 def test_other_drafts_stay_as_they_are(
     said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for ours, upstreams in zip(drafts(monkeypatch, **said), Corpus().match_stateful(), strict=True):
+    for ours, upstreams in zip(
+        drafts(monkeypatch, *NGRAM, **said), Corpus().match_stateful(), strict=True
+    ):
         assert np.array_equal(ours, upstreams)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mambaish_config
 from sglang.srt.configs.mamba_utils import KimiLinearCacheParams
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -20,7 +21,7 @@ from backend_core.strict import FallbackError
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_layer, sglang_records
 from kda_backend.engines.sglang_records import FLAG
-from tests.engines.kda.sglang.harness import LAYERS, Served, one_rank, server_args
+from tests.engines.kda.sglang.harness import LAYERS, LING, Served, one_rank, server_args
 from tests.engines.kda.sglang.test_drafts import (
     DRAFT,
     SIZE,
@@ -55,15 +56,25 @@ def restore(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KimiLinearCacheParams, "replayssm_ring_bytes_per_req", _RING)
 
 
-@pytest.fixture(scope="module", params=["torch", "triton"])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A server that keeps records; ``triton``: with the kernels that an A100's table chooses."""
+@pytest.fixture(scope="module")
+def ling(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the configuration of a small Ling-V3 lies."""
+    folder = tmp_path_factory.mktemp("ling")
+    (folder / "config.json").write_text(json.dumps(LING))
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=["torch", "triton", "Ling-V3"])
+def served(request: pytest.FixtureRequest, ling: str) -> Iterator[Served]:
+    """A server that keeps records; ``triton``: with the kernels that an A100's table chooses;
+    ``Ling-V3``: of the layers of that model."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         restore(patch)
         if request.param == "triton":
             patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
             patch.setattr(sglang_layer, "compile_kernels", lambda *_: None)  # they are interpreted
-        yield Served(*options(1, FLAG))
+        model = ("--model-path", ling) if request.param == "Ling-V3" else ()
+        yield Served(*options(1, FLAG, *model))
 
 
 def commit(
@@ -220,7 +231,7 @@ def requests_of(gib: float, *more: str) -> int:
         mambaish_config=config,
         spec_algorithm=SimpleNamespace(is_none=lambda: False),
         hybrid_gdn_config=None,
-        hybrid_kda_config=config,
+        hybrid_kda_config=hybrid_kda_config(model_config),
         extra_mamba_cache_bytes_per_req=0,
         fused_entry_bytes=lambda kind: None,
         ps=SimpleNamespace(**sizes),
@@ -233,11 +244,13 @@ def requests_of(gib: float, *more: str) -> int:
     return int(get_schedule().max_mamba_cache_size // configurator._calculate_mamba_ratio())
 
 
-def test_more_requests_run(upstreams: None) -> None:
+@pytest.mark.parametrize("name", ["Kimi-Linear", "Ling-V3"])
+def test_more_requests_run(upstreams: None, name: str, ling: str) -> None:
     """By sglang's own sizing of its pools, which counts what ours then allocate."""
     size, gib = ("--max-running-requests", "4000"), 1.0
+    size += ("--model-path", ling) if name == "Ling-V3" else ()
     states, rings = requests_of(gib, *size), requests_of(gib, *size, FLAG)
-    served = Served(*options(1, FLAG))
+    served = Served(*options(1, FLAG, *size))
     ours = requests_of(gib, *size, FLAG)
     assert ours > max(rings, 2 * states)
     pool = served.pool.mamba_pool
@@ -259,7 +272,6 @@ def test_more_requests_run(upstreams: None) -> None:
         ({"one_launch": False}, "another width"),
         ({"SGLANG_ENABLE_PP_SPEC": "1"}, "SGLANG_ENABLE_PP_SPEC"),
         ({"SGLANG_OPT_FUSED_KDA_VERIFY": "1"}, "SGLANG_OPT_FUSED_KDA_VERIFY"),
-        ({"hybrid_kda_config": lambda config: None}, "it changes nothing for this model"),
     ],
 )
 def test_what_is_refused_stays_sglangs(
@@ -284,10 +296,8 @@ def test_what_is_refused_stays_sglangs(
     for name, value in {} if more else change.items():
         if name == "one_launch":
             one_launch = value
-        elif name.isupper():
-            monkeypatch.setenv(name, value)
         else:
-            monkeypatch.setattr(sglang_records, name, value)
+            monkeypatch.setenv(name, value)
     layer = SimpleNamespace(A_log=torch.zeros(1), dt_bias=torch.zeros(1))
     selection: Any = SimpleNamespace(target=SimpleNamespace(arch="sm90"))
     upstream = HybridReqToTokenPool.mamba_pool_cls

@@ -47,23 +47,23 @@ def build_layer(config: VllmConfig, index: int = 0, weights: Weights | None = No
     return layer
 
 
-def bind_cache(layer: Any, config: VllmConfig, padding: int = 256) -> None:
-    """A cache of `SLOTS` pages that hold both states each, filled with old requests' noise."""
+def bind_cache(layer: Any, config: VllmConfig, padding: int = 256, slots: int = SLOTS) -> None:
+    """A cache of pages that hold both states each, filled with old requests' noise."""
     shapes, dtypes = layer.get_state_shape(), layer.get_state_dtype()
     sizes = [
         torch.Size(shape).numel() * dtype.itemsize
         for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
     page = sum(sizes) + padding
-    memory = torch.zeros(SLOTS * page, dtype=torch.uint8)
+    memory = torch.zeros(slots * page, dtype=torch.uint8)
     states, offset = [], 0
     for shape, dtype, size in zip(shapes, dtypes, sizes, strict=True):
         item = dtype.itemsize
         inner = torch.empty(shape, device="meta").stride()
         state = memory.view(dtype).as_strided(
-            (SLOTS, *shape), (page // item, *inner), offset // item
+            (slots, *shape), (page // item, *inner), offset // item
         )
-        state.copy_(torch.randn(SLOTS, *shape, generator=torch.Generator().manual_seed(1)))
+        state.copy_(torch.randn(slots, *shape, generator=torch.Generator().manual_seed(1)))
         states.append(state)
         offset += size
     layer.kv_cache = tuple(states)

@@ -29,7 +29,7 @@ from tests.engines.kda.vllm.harness import (
 )
 from tests.engines.kda.vllm.models import MODELS, Model, build, definition_of
 from tests.engines.kda.vllm.test_checkpoints import caching_config
-from tests.engines.kda.vllm.test_models import is_ours
+from tests.engines.kda.vllm.test_models import is_ours, verify_and_commit
 
 pytestmark = pytest.mark.usefixtures("in_fp32")
 MODULE = "vllm.models.kimi_k3.amd.kda"
@@ -121,3 +121,19 @@ def test_drafts(model: Model) -> None:
     metadata = step_metadata(layer, config, (DRAFT,), (20,), blocks, (1,))
     o = run_layer(layer, config, x[20:], metadata)
     assert relative_error(o, definition.run(x[20:])) < TOLERANCE
+
+
+def test_drafts_as_records(model: Model) -> None:
+    """By the option of this package: upstream's class has none."""
+    config = engine_config(
+        flag=True,
+        dtype="float32",
+        speculative_config=NGRAM,
+        additional_config={"kda_draft_records": True},
+    )
+    layer = build(model, config)
+    if layer.recoverssm_records is None:
+        pytest.skip("this release is not served")
+    layer.recoverssm_records.committed = True
+    bind_cache(layer, config)
+    verify_and_commit(model, layer, config)

@@ -103,6 +103,21 @@ def test_serving_compiles_nothing(name: str, drafts: bool, launched: list[Varian
     assert ("store_checkpoints_kernel" in found) == model.exports
 
 
+def test_serving_drafts_from_records_compiles_nothing(launched: list[Variant]) -> None:
+    config = caching_config(
+        flag=True,
+        dtype="bfloat16",
+        speculative_config=NGRAM,
+        additional_config={"kda_draft_records": True},
+    )
+    layer = build(MODELS["Kimi-Linear"], config)
+    if layer.recoverssm_records is None:
+        pytest.skip("this release is not served")
+    layer.recoverssm_records.committed = True
+    found = kernels_of(layer, config, launched, DRAFTED)
+    assert "verify_records_kernel" in found and "verify_step_kernel" not in found
+
+
 def test_many_prefills_fit_into_the_scratch_memory_of_a_few(
     launched: list[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,102 @@
+"""Whether vLLM's KDA layers keep records of drafts or states after each of their tokens."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from backend_core.engines import seams
+from backend_core.strict import decline
+from kda_backend.engines.seam_list import K3_RECORDS, VLLM_RECORDS
+
+OPTION = "kda_draft_records"
+"""In ``--additional-config``. vLLM takes ``--use-replayssm`` for Kimi-Linear and Kimi-K3 alone."""
+_KIMI_LINEAR = "KimiGatedDeltaNetAttention"
+
+
+def refusal(vllm_config: Any, module: Any) -> str | None:
+    """Why a layer is upstream's where ``--use-replayssm`` is given: what vLLM keeps then is not
+    served here."""
+    if not vllm_config.cache_config.use_replayssm:
+        return None
+    if vllm_config.speculative_config is not None:
+        if _is_kimi_linears(module):
+            return None  # upstream keeps none: `keep_records` decides
+        if module.recoverssm_records is not None:
+            return _refusal_of_folds(module)
+    return "--use-replayssm verifies drafts from records that upstream's layers keep"
+
+
+def _refusal_of_folds(module: Any) -> str | None:
+    if (backend := module.recoverssm_backend) != "triton":
+        return f"--use-replayssm folds records by upstream's kernels in {backend}"
+    return seams.refusal(K3_RECORDS)
+
+
+def warning(vllm_config: Any, module: Any) -> str:
+    """What else is to be said where upstream's code serves a layer: under this pair of options its
+    table has one column, of which Kimi-Linear's reads the accepted token's."""
+    drafts = vllm_config.cache_config.use_replayssm and vllm_config.speculative_config is not None
+    if not drafts or not _is_kimi_linears(module):
+        return ""
+    return (
+        "; and --use-replayssm with drafts reads states of other requests in vLLM's"
+        f" {_KIMI_LINEAR}, which serves here: its answers are wrong, so serve without"
+        " --use-replayssm or without drafts"
+    )
+
+
+def _is_kimi_linears(module: Any) -> bool:
+    return any(kind.__name__ == _KIMI_LINEAR for kind in type(module).__mro__)
+
+
+def keep_records(vllm_config: Any, module: Any, lower_bound: float | None) -> None:
+    """Give a layer of ours memory for records, if its user asks for them and they are served; else
+    it keeps states of drafted tokens.
+
+    Args:
+        lower_bound: of its gate; ``None`` without one.
+
+    Raises:
+        ValueError: the option has another value than true or false.
+        FallbackError: they are not served, in strict mode.
+    """
+    options = vllm_config.additional_config
+    asked = options.get(OPTION, False) if isinstance(options, dict) else False
+    if not isinstance(asked, bool):
+        raise ValueError(f"kda_draft_records must be true or false, got {asked!r}")
+    option = OPTION if asked else "--use-replayssm"
+    if not asked and not vllm_config.cache_config.use_replayssm:
+        return
+    if module.recoverssm_records is not None:
+        return  # Kimi-K3's, which vLLM has made
+    reason = seams.refusal(VLLM_RECORDS) or _not_served(vllm_config, module)
+    if reason is not None:
+        decline(f"{option}: drafts of KDA layers keep states and no records: {reason}")
+        return
+    from kda_backend.engines.vllm_records import records_for
+
+    module.recoverssm_records = records_for(vllm_config, module, lower_bound)
+
+
+def _not_served(vllm_config: Any, module: Any) -> str | None:
+    if vllm_config.speculative_config is None:
+        return "the server does not draft"
+    if hasattr(module, "recoverssm_backend"):
+        return "Kimi-K3 has them in vLLM, under --use-replayssm"
+    if not vllm_config.use_v2_model_runner:
+        return "vLLM's first model runner commits none (VLLM_USE_V2_MODEL_RUNNER=1 asks for V2)"
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return "a pipeline's later steps begin before the drafts of a step are accepted"
+    if parallel.use_ubatching:
+        return "two micro-batches of a step would share them"
+    if module.get_state_dtype()[1] == torch.float16:
+        return "vLLM's commit does not cut off states beyond float16's range"
+    try:
+        importlib.import_module("vllm.models.kimi_k3.nvidia.ops.recoverssm")
+    except ImportError as error:
+        return f"vLLM's commit of Kimi-K3's records cannot be imported here: {error}"
+    return None
