@@ -295,6 +295,15 @@ VLLM_CUTS = Part(
             calls="_mamba_block_aligned_split: request num_new_tokens"
             " num_new_local_computed_tokens? num_external_computed_tokens?",
         ),
+        Seam(
+            "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadataBuilder",
+            has="query_len_support reorder_batch_threshold",
+        ),
+        Seam(
+            "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadataBuilder.__init__",
+            takes="kv_cache_spec layer_names vllm_config ...",
+        ),
+        Seam("vllm.model_executor.layers.attention.mla_attention:QueryLenSupport", has="VARLEN"),
         Seam("vllm.v1.request:Request", has="num_computed_tokens num_prompt_tokens num_tokens"),
         Seam(
             "vllm.config.scheduler:SchedulerConfig",

@@ -78,6 +78,9 @@ def register() -> None:
     after_import("vllm.v1.worker.gpu.cudagraph_utils", vllm_graphs.capture_layers)
     after_import("vllm.config.vllm", vllm_cuts.leave_prefixes)
     after_import("vllm.v1.core.sched.scheduler", vllm_cuts.cut_prompts)
+    after_import(
+        "vllm.model_executor.layers.attention.mla_attention", vllm_cuts.read_from_the_cache
+    )
     for part in seam_list.SIZING:
         module, _, model = part.seams[-1].place.partition(":")
         act = functools.partial(_honour_state_dtype, model.partition(".")[0], part)

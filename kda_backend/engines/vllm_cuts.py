@@ -4,6 +4,10 @@ A step takes as many tokens of a prompt as the other requests of the step leave 
 KDA layer stay the same if every cut lies at a multiple of 64 tokens (docs/reliability.md), so
 vLLM's scheduler cuts there, as it does at blocks for its prefix cache. That cache is off: it also
 keeps states that decodes have left, and vLLM has no option against that.
+
+vLLM's MLA layers have two forms, by the number of tokens that a step has of a prompt. The one for
+few reads keys and values from the cache alone, so that its bits do not depend on cuts; here it
+takes all prompts.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Any
 
 from backend_core.engines import seams
 from backend_core.engines.vllm_flag import batch_invariant, requested, say
+from backend_core.strict import fallback
 from kda_backend.engines.seam_list import VLLM_CUTS
 from kda_backend.spec import CHUNK
 
@@ -64,6 +69,41 @@ def cut_prompts(module: ModuleType) -> None:
 
     setattr(init, _INSTALLED, True)
     module.Scheduler.__init__ = init
+
+
+def read_from_the_cache(module: ModuleType) -> None:
+    """Let builders of vLLM's module ``vllm.model_executor.layers.attention.mla_attention``
+    give all prompts the form that reads keys and values from the cache, where their backend has one
+    for any number of tokens; a second call changes nothing."""
+    if seams.difference(VLLM_CUTS) is not None:
+        return
+    builder = module.MLACommonMetadataBuilder
+    upstream = builder.__init__
+    if hasattr(upstream, _INSTALLED):
+        return
+
+    @functools.wraps(upstream)
+    def init(
+        self: Any,
+        kv_cache_spec: Any,
+        layer_names: Any,
+        vllm_config: Any,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        upstream(self, kv_cache_spec, layer_names, vllm_config, *args, **options)
+        if not wanted(vllm_config) or refusal(vllm_config) is not None:
+            return
+        if self.query_len_support != module.QueryLenSupport.VARLEN:
+            fallback(
+                f"{type(self).__name__} adds up the parts of a prompt that a step has cut, so that"
+                " its bits depend on other requests also under VLLM_BATCH_INVARIANT"
+            )
+            return
+        self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens
+
+    setattr(init, _INSTALLED, True)
+    builder.__init__ = init
 
 
 def wanted(vllm_config: Any) -> bool:

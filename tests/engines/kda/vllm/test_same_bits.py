@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention import selector
@@ -168,3 +169,36 @@ def test_a_last_token_is_not_cut_off() -> None:
     assert tokens(200, 0, 100) == 64
     assert tokens(200, 0, 200) == 200
     assert tokens(200, 200, 1, answered=1) == 1  # a decode
+
+
+def test_mla_reads_all_prompts_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """Where the builder is of a backend that reads any number of tokens so, as FlashAttention's."""
+    base = mla_attention.MLACommonMetadataBuilder
+
+    class AnyLength(base):  # type: ignore[misc, valid-type]
+        query_len_support = mla_attention.QueryLenSupport.VARLEN
+        reorder_batch_threshold = 512
+
+    def upstream(self: Any, *args: Any, **options: Any) -> None:
+        self.reorder_batch_threshold = type(self).reorder_batch_threshold
+
+    monkeypatch.setattr(base, "__init__", upstream)
+    for _ in range(2):
+        vllm_cuts.read_from_the_cache(mla_attention)
+
+    def threshold(kind: type, config: Any) -> int:
+        builder = object.__new__(kind)
+        base.__init__(builder, None, ["layer"], config, torch.device("cpu"))
+        return int(builder.reorder_batch_threshold)
+
+    config = engine_config(flag=True)
+    config.scheduler_config.max_num_batched_tokens = 8192
+    assert threshold(AnyLength, config) == 8192
+    assert not log_lines
+    assert threshold(base, config) == 1
+    assert "adds up the parts of a prompt that a step has cut" in log_lines.pop()
+    assert threshold(AnyLength, engine_config(flag=False)) == 512
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert threshold(AnyLength, config) == 512
