@@ -43,24 +43,27 @@ def verify(
     x: RecordedDrafts,
     step: int,
     held: torch.Tensor | None,
-    draft: DraftInputs | None = None,
+    given: tuple[StateRef, DraftInputs] | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The verification of a step; ``options`` go to the pool, and ``out`` to the operator."""
+    """The verification of a step; ``options`` go to the pool."""
+    state, draft = given or (x.state(**options), x.draft(held))
     part = x.case.part(slice(x.tokens(step).start, x.tokens(step).stop))
     return kda_verify_step(
         *part.inputs,
-        x.state(**options),
-        x.draft(held) if draft is None else draft,
+        state,
+        draft,
         selection=backend.selection(x.case.shape),
         **part.stages(x.pools.windows),
     )
 
 
-def commit(backend: Backend, x: RecordedDrafts, counts: Any, **options: Any) -> None:
+def commit(
+    backend: Backend, x: RecordedDrafts, counts: Any, state: StateRef | None = None, **options: Any
+) -> None:
     kda_commit_(
         x.case.inputs[1],
-        x.state(),
+        state or x.state(),
         x.records,
         x.ints(x.rows),
         x.ints(counts),
@@ -172,7 +175,7 @@ def test_committing_is_verifying_with_what_is_held(backend: Backend, seed: int) 
                 x.accept(accepted)
             if commits:
                 commit(backend, x, accepted)
-            outs.append(verify(backend, x, step, None, draft))
+            outs.append(verify(backend, x, step, None, (x.state(), draft)))
             x.expect(step)
         found[commits] = (torch.cat(outs), x.pools.memory)
     for name, got, want in zip(("output", "states"), found[True], found[False], strict=True):
@@ -246,7 +249,7 @@ def test_padding_and_rows_that_keep_nothing(backend: Backend, seed: int) -> None
             assert_same_bits("records", got[row], want[row])
     assert not torch.equal(x.pools.states[slots[3]], before.states[slots[3]])
     before = x.pools.copy()
-    commit(backend, x, [2, 2, 2, 0])
+    commit(backend, x, [2, 2, 2, 0], x.state(null_slot=0))
     assert_same_bits("states", x.pools.memory, before.memory)
 
 
@@ -290,14 +293,14 @@ def test_graph_replay_with_other_counts(kernels: Backend, seed: int) -> None:
     model = {"heads": 4, "key_dim": 128, "value_dim": 128, "rolls": False}
     x, twin = (drafts(kernels, seed, (4, 2), steps=2, **model) for _ in range(2))
     counts = x.ints([0, 0])
-    draft = x.draft(counts)
+    given = x.state(), x.draft(counts)
     for y in (x, twin):
         verify(kernels, y, 0, counts)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        out = verify(kernels, x, 1, None, draft)
+        out = verify(kernels, x, 1, None, given)
     counts.copy_(x.ints([3, 1]))
     graph.replay()
     torch.cuda.synchronize()
@@ -328,7 +331,8 @@ def test_a_wrong_draft_is_refused_before_anything_is_written(seed: int) -> None:
     memory = x.pools.memory.clone()
     for message, wrong in wrong_drafts(x):
         with pytest.raises(ValueError) as raised:
-            verify(cpu, x, 0, None, x.draft(x.ints([0, 0]))._replace(**wrong))
+            draft = x.draft(x.ints([0, 0]))._replace(**wrong)
+            verify(cpu, x, 0, None, (x.state(), draft))
         assert message in str(raised.value)
     other = x.case.part(slice(0, 3))
     inputs = other.inputs[0]._replace(g=other.g.float()), other.inputs[1]
