@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
 
 _TABLE_BLOCK = 128  # chunks of one program of the table's kernel
+_FEW_HEADS = 8  # of a rank of four of Kimi-Linear
 _TABLE_SEQUENCES = 16  # that it looks at together; more spill, of scalars at 32 on CDNA
 
 
@@ -64,9 +65,8 @@ class StepPlan:
         long_sequences: the number of sequences with more than half as many chunks as the longest;
             if the host does not know the lengths, all of them.
         chunk_table: on the device, which tokens each chunk covers; only the GPU paths need it.
-        as_one: a CUDA graph's, for any batch of ``T`` tokens in ``N`` rows, some of which may have
-            neither tokens nor a slot. Launches are sized for all rows, and their schedule is chosen
-            as for one sequence, whose chain of chunks is what a schedule can shorten.
+        any_batch: a CUDA graph's, for any batch of ``T`` tokens in ``N`` rows, some of which may
+            have neither tokens nor a slot. Launches are sized for all rows.
         prepared: the launches of calls of this plan, by their layout; they hold no address but the
             plan's.
     """
@@ -80,13 +80,18 @@ class StepPlan:
     max_chunks: int
     long_sequences: int
     chunk_table: ChunkTable | None
-    as_one: bool = False
+    any_batch: bool = False
     prepared: Prepared = field(default_factory=Prepared, init=False, repr=False, compare=False)
 
-    @property
-    def scheduled_chunks(self) -> int:
-        """Chunks of the batch that a schedule is chosen for."""
-        return -(-self.num_tokens // CHUNK) if self.as_one else self.num_chunks
+    def as_one(self, value_heads: int) -> int | None:
+        """The chunks of one sequence of all tokens, where launches for any batch are chosen for
+        that; else ``None``.
+
+        With few heads its chain of chunks takes most of the time, and a schedule shortens it. With
+        more heads that schedule makes several sequences slower.
+        """
+        few = self.any_batch and value_heads <= _FEW_HEADS
+        return -(-self.num_tokens // CHUNK) if few else None
 
     @functools.cached_property
     def chunk_begins(self) -> torch.Tensor:
@@ -106,13 +111,13 @@ def build_step_plan(
     *,
     cu_seqlens_cpu: torch.Tensor | None = None,
     chunk_table: bool = True,
-    as_one: bool = False,
+    any_batch: bool = False,
 ) -> StepPlan:
     """Describe a packed batch without reading the device from the host.
 
     Offsets in host memory (``cu_seqlens_cpu``, or ``cu_seqlens`` itself on a CPU) are checked.
     Offsets that are only on a GPU are trusted: they must not decrease, and start at 0 and end at
-    ``num_tokens``, or with ``as_one`` within these; tokens outside belong to no sequence.
+    ``num_tokens``, or with ``any_batch`` within these; tokens outside belong to no sequence.
 
     Args:
         cu_seqlens: ``[N + 1]`` int32 or int64.
@@ -121,7 +126,7 @@ def build_step_plan(
             the choice of the path and the sizes of launches are exact.
         chunk_table: build the device tables that the Triton kernels read. It must be ``False`` for
             tensors on a CPU, whose path reads none, unless Triton's interpreter is on.
-        as_one: as `StepPlan` has it; the host then knows no lengths.
+        any_batch: as `StepPlan` has it; the host then knows no lengths.
 
     Raises:
         ValueError: wrong rank, dtype, device or values.
@@ -145,6 +150,8 @@ def build_step_plan(
     else:
         num_chunks = min(num_tokens, (num_tokens + (CHUNK - 1) * sequences) // CHUNK)
         max_chunks, long_sequences = -(-num_chunks // max(1, sequences)), sequences
+        if any_batch:  # the longest chain of chunks that there may be
+            max_chunks, long_sequences = -(-num_tokens // CHUNK), 1
     table = None
     if chunk_table:
         table = build_chunk_table(cu_seqlens, num_chunks)
@@ -158,7 +165,7 @@ def build_step_plan(
         max_chunks,
         long_sequences,
         table,
-        as_one,
+        any_batch,
     )
 
 

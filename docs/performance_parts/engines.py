@@ -36,8 +36,10 @@ _RECALL = (
     "recall_vllm033_bounded.json",
     "recall_vllm033_whole.json",
     "recall_vllm033_bf16.json",
+    "recall_vllm033_fp16.json",
     "recall_sglang_upstream.json",
     "recall_sglang.json",
+    "recall_sglang_fp16.json",
     "recall_sglang_two_gpus.json",
     "recall_sglang_modes.json",
     "recall_sglang_restarts.json",
@@ -362,8 +364,9 @@ def recall() -> list[str]:
             how = _SERVERS.get(server, server.replace("flag", "with the flag"))
             if report.get("checkpoint") == "checkpoint_bounded":
                 how += ", bounded gate"
-            if "bfloat16" in report.get("serve_options", ()):
-                how += ", states in bf16"
+            for dtype, states in (("bfloat16", "bf16"), ("float16", "fp16")):
+                if dtype in report.get("serve_options", ()):
+                    how += f", states in {states}"
             cells.append([link, how, f"{right} of {report['items']}", report["date"]])
     for name in ("eval_recall_transformers_upstream.json", "eval_recall_transformers.json"):
         record = load(name)

@@ -367,11 +367,10 @@ SGLANG_LAYERS = Part(
         # its memory
         *(
             Seam(f"sglang.srt.runtime_context:{name}", takes="")
-            for name in ("get_schedule", "get_memory", "get_parallel")
+            for name in ("get_schedule", "get_parallel")
         ),
         Seam("sglang.srt.configs.hybrid_arch:mambaish_config"),
         Seam("sglang.srt.model_executor.cuda_graph_config:check_cuda_graph_backend"),
-        Seam("sglang.srt.utils.common:get_available_gpu_memory"),
     ),
 )
 SGLANG_DRAFTS = Part(

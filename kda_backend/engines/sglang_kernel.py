@@ -304,7 +304,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         tables = self.selection.target.vendor != "cpu"
         # without lengths that cover every token, launches take a bound on the number of chunks
         if lengths is None or len(lengths) + 1 != len(cu_seqlens) or sum(lengths) != tokens:
-            step_plan = build_step_plan(cu_seqlens, tokens, chunk_table=tables, as_one=is_bucket)
+            step_plan = build_step_plan(cu_seqlens, tokens, chunk_table=tables, any_batch=is_bucket)
             parts = [_Part(slice(None), slice(None), step_plan)]
         else:
             parts = []

@@ -23,9 +23,9 @@ from kda_backend.engines.sglang_kernel import (
 )
 from kda_backend.engines.sglang_scratch import (
     gain_of_16_bits,
-    reserve_scratch,
-    reserved_scratch,
+    note_asked_slots,
     state_dtype_of,
+    take_scratch,
 )
 from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track, variant_of_engine
 from kda_backend.prefill.paths import begin_to_compile
@@ -41,14 +41,15 @@ from kda_backend.spec import Beta
 
 
 def reserve(runner: Any) -> None:
-    """Take the scratch memory of a model's KDA layers before sglang sizes its pools."""
+    """What concerns a model's KDA layers before sglang sizes its pools: kernels begin to compile,
+    and the records of drafts are counted."""
     layers = _kda_layers(runner)
     device = torch.device(runner.device)
     selection = _selection(runner, layers, [], device) if layers else None
     if selection is None:
         return
     begin_to_compile(selection, _variants(selection, state_dtype_of(runner)))
-    reserve_scratch(runner, selection, len(layers))
+    note_asked_slots(runner)
     sglang_records.reserve(runner, layers[0], selection, one_launch=_has_one_launch(layers[0]))
 
 
@@ -89,7 +90,7 @@ def install(backend: Any, runner: Any) -> Sequence[str]:
     if selection is None:
         return ()
     gain = gain_of_16_bits(runner)
-    kernel = KdaKernel(selection, device, *reserved_scratch(runner, selection))
+    kernel = KdaKernel(selection, device, *take_scratch(runner, selection))
     ours = exchange_kernels(backend.kernel_dispatcher, kernel)
     cache = pools.mamba2_layer_cache(layers[0].layer_id)
     fits = _has_one_launch(layers[0])

@@ -36,11 +36,7 @@ _MOST_TOKENS = 8192  # sglang's ceiling for MLA, where the user does not bound a
 _TASKS = (
     512  # sequences times value heads of a rank, each a task of the scan also where it is empty
 )
-_MIB_OF_MLA = 1536  # what sglang reserves for prefill graphs
-_MIB, _MIB_OF_TOKENS = (
-    256,
-    1 / 16,
-)  # what graphs take: of any size, and of each token of the largest
+_MIB_OF_MLA = 1536  # what sglang reserves for prefill graphs of models with MLA
 _SEQUENCES_VARIABLE = "SGLANG_KDA_PREFILL_GRAPH_MAX_SEQS"
 
 
@@ -108,7 +104,10 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def reserve(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """sglang's resolution of its memory, with less of it reserved for graphs of our sizes."""
+    """sglang's resolution of its memory, with nothing reserved for graphs of our sizes.
+
+    What they take, and the scratch memory, a step of upstream's without such graphs takes too.
+    """
     from sglang.srt.arg_groups import cuda_graph_hook as hook
     from sglang.srt.arg_groups import memory_hook
 
@@ -119,11 +118,10 @@ def reserve(server_args: Any, previous: Callable[[Any], None]) -> None:
     model = hook.model_config_of(server_args)
     if prefill.bs != _buckets(server_args, model.hf_text_config):
         return previous(server_args)
-    taken = _MIB + _MIB_OF_TOKENS * prefill.bs[-1]
 
     def reserve_for_graph_mb(args: Any) -> float:
         asked: float = upstream(args)
-        return asked - max(0.0, _MIB_OF_MLA - taken) if memory_hook.use_mla_backend(args) else asked
+        return asked - _MIB_OF_MLA if memory_hook.use_mla_backend(args) else asked
 
     memory_hook.reserve_for_graph_mb = reserve_for_graph_mb
     try:

@@ -124,7 +124,7 @@ class StepTables:
         key = ("tables", tokens, is_capturing(cu_seqlens.device))
         if key not in plans:
             plans[key] = build_step_plan(
-                cu_seqlens, tokens, chunk_table=self._chunk_table, as_one=True
+                cu_seqlens, tokens, chunk_table=self._chunk_table, any_batch=True
             )
         group = self._group(prefix, attn_metadata)
         checkpoints = group.checkpoints

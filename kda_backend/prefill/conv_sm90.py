@@ -50,9 +50,9 @@ def serves(
 ) -> bool:
     """Whether a step's q and k are convolved in the kernel: the table says so for that many tiles,
     and the types are the kernel's."""
-    least = params.fused_conv_tiles
+    least, heads = params.fused_conv_tiles, tokens.v.shape[2]
     return (
-        0 < least <= step_plan.scheduled_chunks * tokens.v.shape[2]
+        0 < least <= (step_plan.as_one(heads) or step_plan.num_chunks) * heads
         and tokens.q.dtype == conv.state.dtype == torch.bfloat16
         and conv.weight.dtype in (torch.bfloat16, torch.float32)
         and conv.weight.data_ptr() % 16 == 0

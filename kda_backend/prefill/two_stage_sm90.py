@@ -196,8 +196,7 @@ def _whole(kernels: StageKernels, num_tiles: int, value_heads: int, call: Prefil
     """The scan of each sequence as a whole."""
     plan = call.step_plan
     num_tasks, long_tasks = plan.num_sequences * value_heads, plan.long_sequences * value_heads
-    if plan.as_one:
-        chunks = plan.scheduled_chunks
+    if chunks := plan.as_one(value_heads):
         one = PrefillShape(chunks * value_heads, value_heads, chunks, value_heads)
         schedule = kernels.schedule(one)
         # further CTAs find no task where one sequence has all tokens

@@ -205,7 +205,7 @@ def test_a_graph_for_any_batch(monkeypatch: pytest.MonkeyPatch, seed: int, split
         num_chunks=10,
         max_tokens=None,
         chunk_table=build_chunk_table(bounds, 10),
-        as_one=True,
+        any_batch=True,
     )
     out = model.run(layer.prefill, (4, 1, *[-1] * 7), (True, False, *[True] * 7))
     assert_close("output", out[3:], want[3:], 1.5e-2)

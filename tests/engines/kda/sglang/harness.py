@@ -131,7 +131,6 @@ class Served:
             gpu_id=0,
             dtype=torch.bfloat16,
             server_args=self.args,
-            pre_model_load_memory=4.0,  # GiB that were free before the weights
             max_running_requests=min(REQUESTS, self.args.max_running_requests or REQUESTS),
             model=self.layers,
             model_config=model_config,

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from backend_core.testing.numerics import relative_error
-from kda_backend.engines import sglang_layer
+from kda_backend.engines import sglang_layer, sglang_scratch
 from kda_backend.prefill.arguments_sm90 import PrefillVariant
 from tests.engines.kda.sglang import test_drafts, test_layer
 from tests.engines.kda.sglang.harness import LAYERS, Served
@@ -44,8 +44,7 @@ def test_pools_and_kernels_have_it(asked: Asked) -> None:
     assert cache.intermediate_ssm.dtype == dtype
     sglang_layer.reserve(served.runner)  # before there are pools
     assert {variant.state_dtype for variant in variants} == {dtype}
-    reserved = vars(served.runner)["_kda_dsv4_reserved"]
-    assert reserved.state_dtype == dtype
+    assert sglang_scratch.state_dtype_of(served.runner) == dtype
 
 
 def test_prefills_and_decodes(asked: Asked) -> None:

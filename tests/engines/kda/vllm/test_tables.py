@@ -54,10 +54,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plan_of_a_gpu(
-    cu_seqlens: torch.Tensor, num_tokens: int, *, chunk_table: bool, as_one: bool
+    cu_seqlens: torch.Tensor, num_tokens: int, *, chunk_table: bool, any_batch: bool
 ) -> StepPlan:
     assert chunk_table
-    plan = build_step_plan(cu_seqlens.to("meta"), num_tokens, chunk_table=False, as_one=as_one)
+    plan = build_step_plan(
+        cu_seqlens.to("meta"), num_tokens, chunk_table=False, any_batch=any_batch
+    )
     table = build_chunk_table(cu_seqlens, plan.num_chunks)
     return replace(plan, cu_seqlens=cu_seqlens, chunk_table=table)
 
