@@ -48,7 +48,14 @@ from typing import Any
 from backend_cli.eval import recall_task as recall
 from backend_core.tables.select import shipped_directory
 from backend_core.testing.records import write_record
-from benchmarks.engines.vllm_server import RECALL, Server, completion, plug_in, versions
+from benchmarks.engines.vllm_server import (
+    RECALL,
+    Server,
+    completion,
+    end_with_servers,
+    plug_in,
+    versions,
+)
 
 CONCURRENCY = (1, 16, 64)
 ROUNDS = (*((f"salt {n}", n) for n in CONCURRENCY), ("salt 64", 64))  # one salt, one cache
@@ -167,6 +174,7 @@ def serve_all(
 
     A server that would not end before ``until``, by time.monotonic(), is left out.
     """
+    end_with_servers()
     questions = recall.read_questions(RECALL / "questions.jsonl").head(args.items)
     result: dict[str, Any] = {
         **head,

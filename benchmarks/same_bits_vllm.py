@@ -29,7 +29,7 @@ VARIANTS = {
     "whole": Variant("prompts whole", ("--max-num-batched-tokens", "4096")),
     "preempted": Variant(
         "after preemption",
-        ("--num-gpu-blocks-override", "60"),
+        ("--num-gpu-blocks-override", "60", "--max-num-seqs", "60"),
         preemptions="vllm:num_preemptions_total",
     ),
 }

@@ -22,7 +22,13 @@ from typing import Any
 
 from backend_cli.eval import recall_task as recall
 from backend_core.testing.records import write_record
-from benchmarks.engines.vllm_server import RECALL, Server, completion, versions
+from benchmarks.engines.vllm_server import (
+    RECALL,
+    Server,
+    completion,
+    end_with_servers,
+    versions,
+)
 
 NEW_TOKENS, LIKELIEST, NEIGHBOURS = 32, 5, 60
 
@@ -87,6 +93,7 @@ def compare(
     Raises:
         RuntimeError: the KDA layers of a server are not served here.
     """
+    end_with_servers()
     questions = recall.read_questions(RECALL / "questions.jsonl").head(args.requests + NEIGHBOURS)
     prompts = [recall.encode(questions.prompt(item)) for item in questions.items]
     alone: Future[list[str]] = Future()

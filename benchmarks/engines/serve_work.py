@@ -32,6 +32,7 @@ from typing import Any
 
 from backend_core.testing.records import write_record
 from benchmarks.engines import serve_agreement
+from benchmarks.engines.vllm_server import end_group
 
 CALLS = (
     *((1, 128), (1, 512), (1, 640), (1, 1024), (1, 2048), (1, 4096), (1, 8192)),
@@ -616,8 +617,9 @@ def child(
             text=True,
             errors="replace",
             env={**os.environ, **cache_folders(Path(caches)), **variables},
+            start_new_session=True,
         )
-        clock = threading.Timer(max(1.0, until - time.time()), process.kill)
+        clock = threading.Timer(max(1.0, until - time.time()), end_group, (process,))
         clock.start()
         assert process.stdout is not None
         for line in process.stdout:
@@ -630,6 +632,7 @@ def child(
                 print(line.rstrip()[:300], flush=True)
         code = process.wait()
         clock.cancel()
+        end_group(process)
     if code:
         print("\n".join(last), flush=True)
     return code

@@ -26,6 +26,26 @@ COUNTERS = (
 )
 
 
+_running: set[Server] = set()
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """Kill what is left of a process that leads a group: an engine's workers outlive it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def end_with_servers() -> None:
+    """Have SIGTERM end this process and the servers that run in it, as `Server.__exit__` would."""
+
+    def end(number: int, _: object) -> None:
+        for server in list(_running):
+            end_group(server.process)
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 class Server:
     """The recall checkpoint, served from ``with`` to its end.
 
@@ -77,6 +97,7 @@ class Server:
                 env=self.environment,
                 start_new_session=True,
             )
+        _running.add(self)
         try:
             self._wait()
         except BaseException:
@@ -89,9 +110,9 @@ class Server:
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        end_group(self.process)
         self.process.wait()
+        _running.discard(self)
 
     def _wait(self) -> None:
         until = time.monotonic() + self.timeout

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,3 +93,30 @@ def test_the_table_of_short_segments_is_taken(
     shape = KdaShape(2, 2, 128, 128)
     row = select.__wrapped__(KNOWN_TARGETS["H200"], shape).prefill.row(2 * 5, longest=300)
     assert (row.name, row.params.segment_chunks) == ("segmented_sm90", 2)
+
+
+def test_a_benchmark_that_is_ended_ends_its_servers(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from benchmarks.engines.vllm_server import Server, end_with_servers
+
+class Sleeps(Server):
+    def is_ready(self):
+        return True
+
+end_with_servers()
+server = Sleeps([], 1, Path({str(tmp_path / "log")!r}))
+server.command = ["sleep", "60"]
+with server:
+    print(server.process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    until = time.monotonic() + 5
+    state = Path(f"/proc/{int(ended.stdout)}/stat")
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not state.exists() or state.read_text().split()[2] == "Z"
