@@ -4,7 +4,8 @@
     python -m benchmarks.crowd sglang CONFIG_DIR benchmarks/results/crowd_sglang.json
 
 A side is Kimi-Linear-48B in `benchmarks.serve_vllm` or `benchmarks.serve_sglang`, in the engine's
-default mode with all of the memory of a GPU of its own; ``--gpus`` sides run at the same time.
+default mode with all of the memory of a GPU of its own; ``--gpus`` sides load at the same time, and
+then run one after the other, since a decode step waits for the host.
 ``running`` are the most requests that ran at once, ``slots`` what the engine made room for: blocks
 of vLLM's cache, KDA states of sglang's. ``tokens_per_s`` counts new tokens, over a time in which
 the prompts are read too.
@@ -48,10 +49,13 @@ def main() -> int:
     found: dict[str, dict[str, Any]] = {}
     sides = args.sides or SIDES[args.engine]
 
+    turns = args.out.with_name(f"{args.out.stem}.turns")
+
     def run(gpu: int, side: str) -> None:
         who, state = side.split(":")
         label = f"{who}_{state}"
         options = ["--config", str(args.config), "--parts", *args.parts, "--state", state]
+        options += ["--turns", str(turns), "--own-gpu"]
         options += FLAG[args.engine] if who == "flag" else []
         if args.engine == "sglang":
             options += ["--full-attention", "triton"]
@@ -64,6 +68,7 @@ def main() -> int:
     for first in range(0, len(sides), args.gpus):
         wave = sides[first : first + args.gpus]
         serve_work.beside(functools.partial(run, gpu, side) for gpu, side in enumerate(wave))
+    turns.unlink(missing_ok=True)
     result = document(args.engine, {s: found[s] for s in sides})
     for row in result["rows"]:
         print(" ".join(f"{key} {value}" for key, value in row.items()))

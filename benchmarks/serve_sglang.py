@@ -156,7 +156,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         most = prefill_graphs.most_tokens(config["hidden_size"], args.ranks, BUDGET)
         arguments["cuda_graph_backend_prefill"] = "breakable"
         arguments["cuda_graph_bs_prefill"] = prefill_graphs.sizes(most)
-    return {**arguments, **(BESIDE if args.turns else {})}
+    return {**arguments, **(BESIDE if args.turns and not args.own_gpu else {})}
 
 
 def draw_at_load() -> None:

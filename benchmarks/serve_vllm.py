@@ -90,7 +90,7 @@ def pair(args: argparse.Namespace) -> int:
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` beside those that `drawn_engine` gives."""
-    options: dict[str, Any] = dict(BESIDE) if args.turns else {}
+    options: dict[str, Any] = dict(BESIDE) if args.turns and not args.own_gpu else {}
     if args.ranks > 1:
         options["tensor_parallel_size"] = args.ranks
     if args.state:
