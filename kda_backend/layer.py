@@ -286,6 +286,40 @@ def decode(
     )
 
 
+def decode_and_prefill(
+    weights: LayerWeights,
+    selection: KdaSelection,
+    x: Projections,
+    conv_pool: torch.Tensor,
+    decodes: StateRef,
+    is_decode: torch.Tensor,
+    prefills: StateRef,
+    step_plan: StepPlan,
+    scratch: Scratch,
+    *,
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """First tokens that decode, then sequences of any length, in numbers that only the GPU knows:
+    what a CUDA graph holds for any batch. Rows of ``out`` that belong to no sequence become 0.
+
+    Arguments as :func:`decode` and :func:`prefill`, but for these.
+
+    Args:
+        decodes: the slots of the first ``N`` tokens, negative from the first on that does not
+            decode.
+        is_decode: ``[N, 1, 1]`` bool, which of them do.
+        step_plan: of the sequences of ``prefills``, made with ``any_batch``; they begin after the
+            tokens that decode.
+    """
+    rows = slice(0, is_decode.shape[0])
+    qkv, g, beta, gate, out = (tensor[rows] for tensor in x)
+    decoded = torch.empty_like(out)
+    decode(weights, selection, Projections(qkv, g, beta, gate, decoded), conv_pool, decodes)
+    x.out.zero_()
+    prefill(weights, selection, x, conv_pool, prefills, step_plan, scratch, checkpoints=checkpoints)
+    torch.where(is_decode, decoded, out, out=out)  # whose norm the prefill has not made
+
+
 def verify(
     weights: LayerWeights,
     selection: KdaSelection,

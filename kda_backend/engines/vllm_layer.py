@@ -23,7 +23,7 @@ from kda_backend.contract.tensors import STATES
 from kda_backend.engines import vllm_cuts, vllm_drafts
 from kda_backend.engines.prefill_calls import PARTIAL_CHUNKS
 from kda_backend.engines.vllm_profile import has_aligned_states, profile
-from kda_backend.engines.vllm_run import Runtime, pools_of, run_segment, run_step
+from kda_backend.engines.vllm_run import Runtime, pools_of, run_any_batch, run_step
 from kda_backend.engines.vllm_tables import tables_of_pass
 from kda_backend.layer import LayerWeights, Projections
 from kda_backend.prefill.arguments_sm90 import Track, variant_of_engine
@@ -180,16 +180,7 @@ def attend(
             run_step(module, weights, x, metadata, plans)
             return
         given = module.prefix, context.attn_metadata, out.shape[0], plans
-        decodes, prefills = tables.segments(*given)
-        runtime, pools, rows = module.kda_runtime, pools_of(module), slice(0, decodes.end)
-        decoded = Projections(
-            *(tensor[rows] for tensor in (qkv, g, beta, gate, torch.empty_like(out)))
-        )
-        run_segment(runtime, weights, decoded, pools, decodes)
-        out.zero_()  # rows of padding stay zeros
-        run_segment(runtime, weights, x, pools, prefills)
-        is_decode = tables.is_decode[rows]
-        torch.where(is_decode, decoded.out, out[rows], out=out[rows])
+        run_any_batch(module.kda_runtime, weights, x, pools_of(module), *tables.rows_of(*given))
     except Exception as error:
         log_failed_step(f"KDA layer {module.prefix}", error)
         raise

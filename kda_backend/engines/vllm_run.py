@@ -105,12 +105,7 @@ def run_segment(
     Args:
         is_first: the step's slots were made just before, and not a projection's launches ago.
     """
-    conv_pool, state_pool = pools
-    if conv_pool.shape[2] != 3:
-        conv_pool = conv_pool[:, :, :3]
-    state = StateRef.pool(
-        state_pool, segment.state_indices, segment.has_initial_state, null_slot=NULL_BLOCK_ID
-    )
+    conv_pool, state = _windows(pools), _state_of(pools, segment)
     args = (weights, runtime.selection, x, conv_pool, state)
     if segment.step_plan is None:
         layer.decode(*args, pdl_prefetch_safe=not (is_first and segment.copied))
@@ -121,6 +116,41 @@ def run_segment(
             scratch_of_call(runtime.scratch, x.out.device),
             checkpoints=segment.checkpoints,
         )
+
+
+def run_any_batch(
+    runtime: Runtime,
+    weights: LayerWeights,
+    x: Projections,
+    pools: Pools,
+    is_decode: torch.Tensor,
+    decodes: Segment,
+    prefills: Segment,
+) -> None:
+    """A pass whose requests only the GPU knows; ``is_decode``: of the rows of ``decodes``."""
+    assert prefills.step_plan is not None
+    layer.decode_and_prefill(
+        weights,
+        runtime.selection,
+        x,
+        _windows(pools),
+        _state_of(pools, decodes),
+        is_decode,
+        _state_of(pools, prefills),
+        prefills.step_plan,
+        scratch_of_call(runtime.scratch, x.out.device),
+        checkpoints=prefills.checkpoints,
+    )
+
+
+def _windows(pools: Pools) -> torch.Tensor:
+    """Without the columns that drafts use."""
+    return pools[0] if pools[0].shape[2] == 3 else pools[0][:, :, :3]
+
+
+def _state_of(pools: Pools, segment: Segment) -> StateRef:
+    indices, initial = segment.state_indices, segment.has_initial_state
+    return StateRef.pool(pools[1], indices, initial, null_slot=NULL_BLOCK_ID)
 
 
 def verify(

@@ -57,7 +57,6 @@ class StepTables:
 
     Attributes:
         rows: the most prefills of a step, and the most decodes.
-        is_decode: ``[rows, 1, 1]`` bool, the tokens of a step that requests decode.
     """
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
@@ -67,13 +66,13 @@ class StepTables:
         self._chunk_table = runtime.selection.target.vendor != "cpu"
         self._cu_seqlens = torch.zeros(self.rows + 1, dtype=torch.int32, device=device)
         self._has_initial = torch.zeros(self.rows, dtype=torch.bool, device=device)
-        self.is_decode = torch.zeros(self.rows, 1, 1, dtype=torch.bool, device=device)
+        self._is_decode = torch.zeros(self.rows, 1, 1, dtype=torch.bool, device=device)
         self._groups: list[CacheGroup] = []
 
     def clear(self) -> None:
         """No request: what a warm-up reads and writes is nobody's."""
         self._cu_seqlens.zero_()
-        self.is_decode.zero_()
+        self._is_decode.zero_()
         for group in self._groups:
             group.slots.fill_(-1)
             group.decodes.fill_(-1)
@@ -97,8 +96,8 @@ class StepTables:
         self._cu_seqlens[: number + 1].copy_(m.non_spec_query_start_loc[first : first + number + 1])
         self._cu_seqlens[number + 1 :].fill_(m.num_decode_tokens + m.num_prefill_tokens)
         self._has_initial[:number].copy_(m.has_initial_state[first : first + number])
-        self.is_decode[:first].fill_(True)
-        self.is_decode[first:].fill_(False)
+        self._is_decode[:first].fill_(True)
+        self._is_decode[first:].fill_(False)
         for group, metadata in zip(self._groups, found, strict=True):
             slots = metadata.non_spec_state_indices_tensor
             for table, rows in (
@@ -110,11 +109,11 @@ class StepTables:
             _fill_checkpoints(group, metadata, first, number)
         return True
 
-    def segments(
+    def rows_of(
         self, prefix: str, attn_metadata: Any, tokens: int, plans: dict[Any, StepPlan]
-    ) -> tuple[Segment, Segment]:
+    ) -> tuple[torch.Tensor, Segment, Segment]:
         """What the layer of ``prefix`` runs in a pass of so many tokens, with those of padding:
-        decodes, whose rows are not all of them, and prefills.
+        which of the first tokens decode, the rows of decodes, and the prefills.
 
         Args:
             plans: of this pass. A capture makes its own, whose kernels the graph then launches.
@@ -133,7 +132,8 @@ class StepTables:
         prefills = Segment(
             *(0, tokens, group.slots[:rows], self._has_initial[:rows], plans[key]), checkpoints
         )
-        return Segment(0, rows, group.decodes[:rows], None, None), prefills
+        decodes = Segment(0, rows, group.decodes[:rows], None, None)
+        return self._is_decode[:rows], decodes, prefills
 
     def _group(self, prefix: str, attn_metadata: Any) -> CacheGroup:
         """The layer's, made at its first capture: layers that share slots share metadata."""

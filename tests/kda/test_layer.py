@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from kda_backend.contract.values import StateRef
 from kda_backend.layer import LayerWeights, Projections
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
-from kda_backend.step_plan import StepPlan, build_step_plan
+from kda_backend.step_plan import StepPlan, build_chunk_table, build_step_plan
 from kda_backend.testing.cases import cu_tensor, offsets_of
 from kda_backend.testing.steps import EPS, StepPools, make_step
 from tests.kda.cases import Backend, assert_close, assert_same_bits
@@ -117,6 +118,39 @@ def test_prefill_is_the_definition_and_keeps_its_slots(backend: Backend, seed: i
 
 def test_decode_in_one_launch_is_the_definition(backend: Backend, seed: int) -> None:
     check(Model(backend, seed, (1, 1, 1)), layer.decode, (5, 2, 3), (True, True, True))
+
+
+def test_any_batch_is_decodes_and_prefills(kernels: Backend, seed: int) -> None:
+    """Two tokens decode, of rows for five; two sequences follow, of rows for four, and padding."""
+    model = Model(kernels, seed, (1, 1, 66, 5, 3))
+    indices = (5, 2, 3, 1, -1)
+    want, conv_pool, states = model.expected(indices, (True, True, True, False, False))
+    on = model.qkv.device
+
+    def table(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=on)
+
+    bounds = table(2, 68, 73, 73, 73)
+    plan = build_step_plan(bounds.to("meta"), 76, chunk_table=False, any_batch=True)
+    chunks = build_chunk_table(bounds, plan.num_chunks)
+    plan = dataclasses.replace(plan, cu_seqlens=bounds, chunk_table=chunks)
+    out = poisoned(*model.g.shape, dtype=torch.bfloat16, device=on)
+    pool = functools.partial(StateRef.pool, model.state_pool, null_slot=0)
+    layer.decode_and_prefill(
+        model.weights,
+        model.selection,
+        Projections(model.qkv, model.g, model.beta, model.gate, out),
+        model.conv_pool,
+        pool(table(5, 2, -1, -1, -1)),
+        table(1, 1, 0, 0, 0, dtype=torch.bool).view(-1, 1, 1),
+        pool(table(3, 1, -1, -1), table(1, 0, 1, 1, dtype=torch.bool)),
+        plan,
+        Scratch(on),
+    )
+    assert_close("output", out[:73], want[:73], 1.5e-2)
+    assert not out[73:].any()
+    assert_close("states", model.state_pool, states, 1.5e-2)
+    assert torch.equal(model.conv_pool.double().cpu(), conv_pool)
 
 
 def test_decode_skips_rows_at_the_null_slot(backend: Backend, seed: int) -> None:
