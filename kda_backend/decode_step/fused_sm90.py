@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -63,33 +63,35 @@ def bind(row: KernelPath, spec: KdaShape, target: Target) -> FusedStepSm90:
     return FusedStepSm90(row.params)
 
 
-class FusedStepSm90:
-    """One launch: a cluster of ``split`` CTAs of ``warps`` warps shares a head's state.
+class HopperStep:
+    """A step of one launch, whose parameters begin with the addresses of its tensors.
 
-    The CTAs are placed while the kernel before runs, and wait for its end. With
-    ``pdl_prefetch_safe`` they fetch slots, states, windows and weights before they wait.
+    Attributes:
+        source: of the kernel, which has its name; params: as the kernel takes them.
+        state_at, taps_at: the places of the pool and of the convolution's weight among the tensors.
     """
 
-    def __init__(self, params: FusedStepSm90Params) -> None:
-        self._params = params
+    source: Path
+    params: CudaParams
+    state_at: int
+    taps_at: int
+
+    def __init__(self) -> None:
         self._kernels: dict[tuple[tuple[str, int], ...], CudaKernel] = {}
 
-    def prepare(self, call: DecodeCall) -> Callable[[DecodeCall], None]:
+    def prepare(self, call: Any) -> Callable[[Any], None]:
         """Raises ValueError, as its result does, where the pool or the convolution's weight is not
         aligned."""
         if not is_aligned(call.state, call.conv):
             raise misaligned(call.state, call.conv)
-        launch = self._launch_of(call)
+        launch, tensors_of = self._launch_of(call), self._tensors_of
+        state_at, taps_at = self.state_at, self.taps_at
 
-        def run(call: DecodeCall) -> None:
-            tokens, gate, state, conv, norm, out, _ = call
-            tensors = (
-                *(*tokens[:5], gate.a_log, gate.dt_bias, state.write, state.indices),
-                *(*(conv or (None, None, None)), *(norm or (None, None))[:2], out),
-            )
-            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-            if (addresses[7] | addresses[10]) & 15:  # the slot stride is that of all such calls
-                raise misaligned(state, conv)
+        def run(call: Any) -> None:
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors_of(call)]
+            # the slot stride is that of all such calls
+            if (addresses[state_at] | addresses[taps_at]) & 15:
+                raise misaligned(call.state, call.conv)
             launch(addresses)
 
         return run
@@ -98,11 +100,39 @@ class FusedStepSm90:
         """The kernel of these preprocessor constants."""
         key = tuple(defines.items())
         if key not in self._kernels:
-            self._kernels[key] = CudaKernel(SOURCE, "decode_step", PARAMS, defines)
+            self._kernels[key] = CudaKernel(self.source, self.source.stem, self.params, defines)
         return self._kernels[key]
 
-    def _launch_of(self, call: DecodeCall) -> Callable[[list[int]], None]:
+    def _tensors_of(self, call: Any) -> tuple[torch.Tensor | None, ...]:
+        """In the order of the parameters."""
+        raise NotImplementedError
+
+    def _launch_of(self, call: Any) -> Callable[[list[int]], None]:
         """The launch of calls alike, of the addresses that the parameters begin with."""
+        raise NotImplementedError
+
+
+class FusedStepSm90(HopperStep):
+    """One launch: a cluster of ``split`` CTAs of ``warps`` warps shares a head's state.
+
+    The CTAs are placed while the kernel before runs, and wait for its end. With
+    ``pdl_prefetch_safe`` they fetch slots, states, windows and weights before they wait.
+    """
+
+    source, params, state_at, taps_at = SOURCE, PARAMS, 7, 10
+
+    def __init__(self, params: FusedStepSm90Params) -> None:
+        super().__init__()
+        self._params = params
+
+    def _tensors_of(self, call: DecodeCall) -> tuple[torch.Tensor | None, ...]:
+        tokens, gate, state, conv, norm, out, _ = call
+        return (
+            *(*tokens[:5], gate.a_log, gate.dt_bias, state.write, state.indices),
+            *(*(conv or (None, None, None)), *(norm or (None, None))[:2], out),
+        )
+
+    def _launch_of(self, call: DecodeCall) -> Callable[[list[int]], None]:
         tokens, gate, state, conv, norm, out, pdl_prefetch_safe = call
         q, k, v, g, beta = tokens[:5]
         pool = state.write

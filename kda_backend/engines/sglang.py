@@ -15,7 +15,7 @@ from typing import Any
 
 from backend_core.engines import seams
 from backend_core.engines.sglang_flag import SglangLayerClaim, register_family
-from kda_backend.engines import seam_list
+from kda_backend.engines import sglang_seams
 from kda_backend.family import model_refusal
 
 
@@ -24,7 +24,7 @@ def register() -> None:
     claim = SglangLayerClaim(
         "linear_attention",
         "Kimi Delta Attention",
-        seam_list.SGLANG_LAYERS,
+        sglang_seams.SGLANG_LAYERS,
         lambda config: model_refusal(config) is None,
         _present,
         _install,
@@ -33,11 +33,11 @@ def register() -> None:
     )
     if not register_family("kda", [claim]):
         return
-    if seams.difference(seam_list.SGLANG_GRAPHS) is None:
+    if seams.difference(sglang_seams.SGLANG_GRAPHS) is None:
         from kda_backend.engines import sglang_prefill_graphs
 
         sglang_prefill_graphs.register()
-    if seams.difference(seam_list.SGLANG_CUTS) is None:
+    if seams.difference(sglang_seams.SGLANG_CUTS) is None:
         from kda_backend.engines import sglang_cuts
 
         sglang_cuts.register()
@@ -60,7 +60,7 @@ def _install(backend: Any, runner: Any) -> None:
     sglang_ngram.keep_one_path()
     ours = sglang_layer.install(backend.linear_attn_backend, runner)
     sglang_records.install_commit(backend, verifies="drafts" in ours)
-    if seams.refusal(seam_list.SGLANG_GRAPHS) is None:
+    if seams.refusal(sglang_seams.SGLANG_GRAPHS) is None:
         sglang_prefill_graphs.prepare(backend, runner, ours="prefill" in ours)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from backend_core.engines import seams
 from backend_core.engines.sglang_flag import is_deterministic, is_requested, say
-from kda_backend.engines.seam_list import SGLANG_CUTS
+from kda_backend.engines.sglang_seams import SGLANG_CUTS
 from kda_backend.spec import CHUNK
 
 NO_STATE_OF_A_DECODE = 1 << 30

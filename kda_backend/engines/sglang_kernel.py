@@ -172,7 +172,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             num_state_checkpoints: for kernels that write checkpoints, which this one does not claim
                 to.
             is_spec_decode: leave the states as they are.
-            of_others: what sglang passes to other kernels, and what shapes say (`seam_list`).
+            of_others: what sglang passes to other kernels, and what shapes say (`sglang_seams`).
 
         Returns:
             ``o [1, T, HV, V]``, or ``(o, None)`` with ``return_intermediate_states``: where sglang
@@ -253,7 +253,7 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             replayssm_d: given with --enable-linear-replayssm.
             conv: for inputs that are not convolved yet.
             norm: of the output.
-            of_others: what sglang passes to other kernels, and what shapes say (`seam_list`).
+            of_others: what sglang passes to other kernels, and what shapes say (`sglang_seams`).
 
         Returns:
             ``[N, HV, V]``; zeros for a padded request.

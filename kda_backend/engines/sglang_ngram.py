@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_spec
 
 from backend_core.engines import seams
 from backend_core.engines.sglang_flag import say
-from kda_backend.engines.seam_list import SGLANG_NGRAM
+from kda_backend.engines.sglang_seams import SGLANG_NGRAM
 
 _INSTALLED = "_kda_dsv4"  # on the method in the place of upstream's
 

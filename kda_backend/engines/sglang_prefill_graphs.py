@@ -28,7 +28,7 @@ from sglang.srt.utils.common import is_cuda
 from backend_core.engines import seams
 from backend_core.engines.sglang_flag import is_deterministic, is_requested, say
 from kda_backend.engines.prefill_graphs import most_tokens, sizes
-from kda_backend.engines.seam_list import SGLANG_MLA_BREAKS
+from kda_backend.engines.sglang_seams import SGLANG_MLA_BREAKS
 
 ABSORBED_TOKENS = 1024
 """Of the largest graph that holds MLA layers in their absorbed form."""

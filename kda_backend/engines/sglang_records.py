@@ -33,7 +33,7 @@ from backend_core.engines import seams
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
 from kda_backend.contract.values import GateSpec, Records, StateRef
-from kda_backend.engines.seam_list import SGLANG_DRAFTS, SGLANG_RECORDS
+from kda_backend.engines.sglang_seams import SGLANG_DRAFTS, SGLANG_RECORDS
 from kda_backend.operators import kda_commit_
 from kda_backend.selection import KdaSelection
 

@@ -22,7 +22,6 @@ from backend_core.strict import fallback
 from backend_core.target import Target
 from kda_backend.contract.values import DraftInputs, GateSpec, NormInputs, Records, StateRef
 from kda_backend.engines import sglang_records
-from kda_backend.engines.seam_list import SGLANG_DRAFTS
 from kda_backend.engines.sglang_kernel import (
     KdaKernel,
     conv_of,
@@ -30,6 +29,7 @@ from kda_backend.engines.sglang_kernel import (
     split_rows,
     step_tokens,
 )
+from kda_backend.engines.sglang_seams import SGLANG_DRAFTS
 from kda_backend.operators import kda_verify_step
 from kda_backend.selection import KdaSelection
 

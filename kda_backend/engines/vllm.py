@@ -24,7 +24,7 @@ from backend_core.engines.after_import import after_import
 from backend_core.engines.seams import Part
 from backend_core.engines.vllm_flag import VllmLayerClaim
 from backend_core.strict import fallback
-from kda_backend.engines import seam_list, vllm_cuts, vllm_graphs
+from kda_backend.engines import vllm_cuts, vllm_graphs, vllm_seams
 
 FAMILY = "kda"
 LAYER = "KimiGatedDeltaNetAttention"
@@ -50,19 +50,19 @@ class Replaced:
 # by the modules that define them, some for one platform
 REPLACED = {
     "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": Replaced(
-        LAYER, "vllm_packed", seam_list.KIMI_LINEAR
+        LAYER, "vllm_packed", vllm_seams.KIMI_LINEAR
     ),
     "vllm.models.kimi_k3.nvidia.kda": Replaced(
-        "KimiK3DeltaAttention", "vllm_packed", seam_list.K3_NVIDIA, rocm=False
+        "KimiK3DeltaAttention", "vllm_packed", vllm_seams.K3_NVIDIA, rocm=False
     ),
     "vllm.models.kimi_k3.amd.kda": Replaced(
-        "KimiK3DeltaAttention", "vllm_packed", seam_list.K3_AMD, rocm=True
+        "KimiK3DeltaAttention", "vllm_packed", vllm_seams.K3_AMD, rocm=True
     ),
     "vllm.models.glm5next.common.kda": Replaced(
-        "Glm5NextLinearAttention", "vllm_glm", seam_list.GLM
+        "Glm5NextLinearAttention", "vllm_glm", vllm_seams.GLM
     ),
     "vllm.model_executor.models.bailing_moe_v3": Replaced(
-        "BailingMoeV3KimiDeltaAttention", "vllm_ling", seam_list.LING
+        "BailingMoeV3KimiDeltaAttention", "vllm_ling", vllm_seams.LING
     ),
 }
 
@@ -81,7 +81,7 @@ def register() -> None:
     after_import(
         "vllm.model_executor.layers.attention.mla_attention", vllm_cuts.read_from_the_cache
     )
-    for part in seam_list.SIZING:
+    for part in vllm_seams.SIZING:
         module, _, model = part.seams[-1].place.partition(":")
         act = functools.partial(_honour_state_dtype, model.partition(".")[0], part)
         after_import(module, act)

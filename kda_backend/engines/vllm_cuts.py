@@ -19,7 +19,7 @@ from typing import Any
 from backend_core.engines import seams
 from backend_core.engines.vllm_flag import batch_invariant, requested, say
 from backend_core.strict import fallback
-from kda_backend.engines.seam_list import VLLM_CUTS
+from kda_backend.engines.vllm_seams import VLLM_CUTS
 from kda_backend.spec import CHUNK
 
 _INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's

@@ -9,7 +9,7 @@ import torch
 
 from backend_core.engines import seams
 from backend_core.strict import decline
-from kda_backend.engines.seam_list import K3_RECORDS, VLLM_RECORDS
+from kda_backend.engines.vllm_seams import K3_RECORDS, VLLM_RECORDS
 
 OPTION = "kda_draft_records"
 """In ``--additional-config``. vLLM takes ``--use-replayssm`` for Kimi-Linear and Kimi-K3 alone."""

@@ -20,7 +20,7 @@ from typing import Any
 from backend_core.engines import seams
 from backend_core.engines.vllm_flag import batch_invariant, requested, say
 from kda_backend.engines.prefill_graphs import most_tokens, sizes
-from kda_backend.engines.seam_list import VLLM_CAPTURE, VLLM_GRAPHS
+from kda_backend.engines.vllm_seams import VLLM_CAPTURE, VLLM_GRAPHS
 from kda_backend.family import model_refusal
 
 _INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's

@@ -4,8 +4,8 @@
 
 vLLM keeps the state after each drafted token in a block of its cache. Kimi-K3's layer alone has
 records instead, under ``--use-replayssm``, which vLLM takes for Kimi-Linear too, whose layer has
-none. Here the layer of any model has them, one of 1 KiB for a token and head, for all requests that
-may run. What commits them is vLLM's: its runner asks the metadata of a step to do so once tokens
+none. Here the layer of any model has them, of 1 KiB per token and head, for all requests that may
+run. What commits them is vLLM's: its runner asks the metadata of a step to do so once tokens
 are sampled, and Kimi-K3's kernels fold the records of all layers of a cache group into states and
 compact the convolution's windows. So between steps a block is what it is without drafts: it can be
 cached, preempted or handed over.

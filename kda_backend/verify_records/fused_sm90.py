@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
-from kda_backend.contract.step import is_aligned
 from kda_backend.contract.values import CommitCall, VerifyCall
-from kda_backend.decode_step.fused_sm90 import misaligned
+from kda_backend.decode_step.fused_sm90 import HopperStep
 from kda_backend.launch_params import FusedRecordsSm90Params
 from kda_backend.token_spec import TYPE_CODES
 from kda_backend.verify_records.fused import RecordsFold
@@ -77,50 +75,31 @@ def bind(row: KernelPath, spec: KdaShape, target: Target) -> FusedRecordsSm90:
     return FusedRecordsSm90(row.params)
 
 
-class FusedRecordsSm90:
+class FusedRecordsSm90(HopperStep):
     """One launch: a cluster of ``split`` CTAs shares a head's state.
 
     The CTAs are placed while the kernel before runs, and wait for its end.
     """
 
+    source, params, state_at, taps_at = SOURCE, PARAMS, 7, 14
+
     def __init__(self, params: FusedRecordsSm90Params) -> None:
+        super().__init__()
         self._params, self._fold = params, RecordsFold(params)
-        self._kernels: dict[tuple[tuple[str, int], ...], CudaKernel] = {}
 
     def commit(self, call: CommitCall) -> None:
         self._fold.commit(call)
 
-    def prepare(self, call: VerifyCall) -> Callable[[VerifyCall], None]:
-        """Raises ValueError, as its result does, where the pool or the convolution's weight is not
-        aligned."""
-        if not is_aligned(call.state, call.conv):
-            raise misaligned(call.state, call.conv)
-        launch = self._launch_of(call)
-
-        def run(call: VerifyCall) -> None:
-            tokens, gate, state, draft, _, conv, norm, out = call
-            tensors = (
-                *(*tokens[:5], gate.a_log, gate.dt_bias, state.write, state.indices),
-                *(draft.correction, draft.key_gate, draft.indices, draft.num_accepted),
-                *(*(conv or (None, None, None)), draft.windows, *(norm or (None, None))[:2]),
-                *(out, draft.cu_seqlens),
-            )
-            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-            if (addresses[7] | addresses[14]) & 15:  # the slot stride is that of all such calls
-                raise misaligned(state, conv)
-            launch(addresses)
-
-        return run
-
-    def kernel(self, defines: dict[str, int]) -> CudaKernel:
-        """The kernel of these preprocessor constants."""
-        key = tuple(defines.items())
-        if key not in self._kernels:
-            self._kernels[key] = CudaKernel(SOURCE, "verify_records", PARAMS, defines)
-        return self._kernels[key]
+    def _tensors_of(self, call: VerifyCall) -> tuple[torch.Tensor | None, ...]:
+        tokens, gate, state, draft, _, conv, norm, out = call
+        return (
+            *(*tokens[:5], gate.a_log, gate.dt_bias, state.write, state.indices),
+            *(draft.correction, draft.key_gate, draft.indices, draft.num_accepted),
+            *(*(conv or (None, None, None)), draft.windows, *(norm or (None, None))[:2]),
+            *(out, draft.cu_seqlens),
+        )
 
     def _launch_of(self, call: VerifyCall) -> Callable[[list[int]], None]:
-        """The launch of calls alike, of the addresses that the parameters begin with."""
         tokens, gate, state, draft, shape, conv, norm, out = call
         kernel = self.kernel(defines_of(self._params, call))
         rows: dict[str, torch.Tensor | None] = {

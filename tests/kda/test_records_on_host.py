@@ -22,7 +22,8 @@ from kda_backend.testing.regimes import HARD_REGIMES
 from kda_backend.verify_records import fused_sm90 as pipeline
 from tests.kda import test_records as records
 from tests.kda.cases import Backend, assert_same_bits
-from tools.cuda_on_host.driver import GXX, HostKernel, run_launches
+from tests.kda.test_step_on_host import launch_on_host
+from tools.cuda_on_host.driver import GXX, run_launches
 from tools.cuda_on_host.planted import plant
 
 ROWS = {
@@ -54,17 +55,7 @@ def use_host(
 ) -> OnHost:
     """Has the path launch the kernel on the host."""
 
-    def kernel(path: pipeline.FusedRecordsSm90, defines: dict[str, int]) -> HostKernel:
-        return HostKernel(
-            source,
-            "verify_records",
-            pipeline.PARAMS,
-            defines,
-            cluster_size=defines["SPLIT"],
-            run_seed=run_seed,
-        )
-
-    monkeypatch.setattr(pipeline.FusedRecordsSm90, "kernel", kernel)
+    launch_on_host(monkeypatch, pipeline.FusedRecordsSm90, source, run_seed)
     return OnHost("kernels_128", torch.device("cpu"), ROWS[split])
 
 

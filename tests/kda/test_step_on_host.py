@@ -31,22 +31,27 @@ pytestmark = [
 ]
 
 
+def launch_on_host(
+    monkeypatch: pytest.MonkeyPatch,
+    step: type[pipeline.HopperStep],
+    source: Path,
+    run_seed: int | None,
+) -> None:
+    """Have a step launch the kernel of ``source`` on the host."""
+
+    def kernel(path: pipeline.HopperStep, defines: dict[str, int]) -> HostKernel:
+        clusters = {"cluster_size": defines["SPLIT"], "run_seed": run_seed}
+        return HostKernel(source, path.source.stem, path.params, defines, **clusters)
+
+    monkeypatch.setattr(step, "kernel", kernel)
+
+
 def use_host(
     monkeypatch: pytest.MonkeyPatch, run_seed: int | None, source: Path = pipeline.SOURCE
 ) -> Backend:
     """Has the pipeline launch the kernel on the host."""
 
-    def kernel(path: pipeline.FusedStepSm90, defines: dict[str, int]) -> HostKernel:
-        return HostKernel(
-            source,
-            "decode_step",
-            pipeline.PARAMS,
-            defines,
-            cluster_size=defines["SPLIT"],
-            run_seed=run_seed,
-        )
-
-    monkeypatch.setattr(pipeline.FusedStepSm90, "kernel", kernel)
+    launch_on_host(monkeypatch, pipeline.FusedStepSm90, source, run_seed)
     return Backend("kernels", torch.device("cpu"))
 
 

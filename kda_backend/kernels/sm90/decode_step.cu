@@ -167,12 +167,6 @@ __device__ __forceinline__ float normalise(const Params& p, Shared& s, const Pla
     return out * rsqrtf(sum_of_warps(s.squares) * (1.0f / D) + p.eps);
 }
 
-#if SPLIT > 1
-#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
-#else
-#define CLUSTER
-#endif
-
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     decode_step(const __grid_constant__ Params p) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());

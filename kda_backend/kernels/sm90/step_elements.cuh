@@ -7,6 +7,13 @@
 #include "kda.cuh"
 #include "state_type.cuh"
 
+// Of a kernel whose heads are shared by SPLIT CTAs.
+#if SPLIT > 1
+#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
+#else
+#define CLUSTER
+#endif
+
 // An element as it lies in memory. A conversion would wait for it, and so would the loads after it.
 template <int TYPE>
 __device__ __forceinline__ u32 load_bits(const void* p, i64 i) {

@@ -202,12 +202,6 @@ __device__ __forceinline__ void finish(const Params& p, Shared& s, int first) {
     expect_totals(s, at, draft.tokens - first - CHUNK);
 }
 
-#if SPLIT > 1
-#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
-#else
-#define CLUSTER
-#endif
-
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     verify_records(const __grid_constant__ Params p) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());

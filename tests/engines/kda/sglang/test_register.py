@@ -20,8 +20,8 @@ from backend_core.engines import seams, sglang_flag
 from backend_core.engines.sglang_flag import build_backend
 from backend_core.strict import FallbackError
 from kda_backend.engines import sglang, sglang_layer
-from kda_backend.engines.seam_list import SGLANG_LAYERS
 from kda_backend.engines.sglang_kernel import KdaKernel
+from kda_backend.engines.sglang_seams import SGLANG_LAYERS
 from tests.engines.kda.sglang.harness import Served, server_args
 
 ROOT = Path(__file__).parents[4]

@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.custom_op import op_registry_oot
 
 from backend_core.testing.numerics import relative_error
-from kda_backend.engines import seam_list
+from kda_backend.engines import vllm_seams
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     DRAFT,
@@ -53,7 +53,7 @@ def model() -> Model:
 def _build(upstream: Any, config: Any, vllm_config: Any, prefix: str) -> Any:
     """Our class of ROCm's: on this platform it is in the place of nothing."""
     adapter = importlib.import_module("kda_backend.engines.vllm_packed")
-    return adapter.layer_class(upstream, seam_list.K3_AMD)(config, vllm_config, prefix=prefix)
+    return adapter.layer_class(upstream, vllm_seams.K3_AMD)(config, vllm_config, prefix=prefix)
 
 
 def test_elsewhere_it_replaces_nothing(model: Model) -> None:

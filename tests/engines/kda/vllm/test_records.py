@@ -15,7 +15,7 @@ from backend_core.engines import seams
 from backend_core.strict import FallbackError
 from backend_core.testing.numerics import relative_error
 from kda_backend import layer as operators
-from kda_backend.engines.seam_list import VLLM_RECORDS
+from kda_backend.engines.vllm_seams import VLLM_RECORDS
 from tests.engines.kda.vllm.harness import (
     DRAFT,
     NGRAM,

@@ -10,8 +10,8 @@ import torch
 
 from backend_core.engines import seams
 from backend_core.testing.numerics import relative_error
-from kda_backend.engines import seam_list, vllm_layer
 from kda_backend.engines import vllm as adapter
+from kda_backend.engines import vllm_layer, vllm_seams
 from tests.engines.kda.vllm.harness import (
     bind_cache,
     engine_config,
@@ -70,7 +70,7 @@ def test_without_the_flag_nothing_of_upstreams_changes() -> None:
         assert layer.get_state_dtype()[1] == torch.float32
 
 
-@pytest.mark.parametrize("part", seam_list.SIZING, ids=lambda part: part.name)
+@pytest.mark.parametrize("part", vllm_seams.SIZING, ids=lambda part: part.name)
 def test_models_size_their_pages_by_the_option_under_the_flag(part: seams.Part) -> None:
     module, _, name = part.seams[-1].place.partition(":")
     model = name.partition(".")[0]
@@ -93,4 +93,4 @@ def test_models_size_their_pages_by_the_option_under_the_flag(part: seams.Part) 
 def test_a_release_without_the_method_keeps_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seams, "difference", lambda part: f"another {part.name}")
     module = types.ModuleType("without the model")
-    adapter._honour_state_dtype("AliceAIForCausalLM", seam_list.SIZING[0], module)
+    adapter._honour_state_dtype("AliceAIForCausalLM", vllm_seams.SIZING[0], module)

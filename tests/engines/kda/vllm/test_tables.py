@@ -19,8 +19,8 @@ from backend_core.engines import seams
 from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import vllm_graphs, vllm_layer, vllm_tables
-from kda_backend.engines.seam_list import VLLM_CAPTURE
 from kda_backend.engines.vllm import register
+from kda_backend.engines.vllm_seams import VLLM_CAPTURE
 from kda_backend.engines.vllm_tables import StepTables, run_on, tables_of_pass
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.step_plan import StepPlan, build_chunk_table, build_step_plan
