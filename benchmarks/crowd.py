@@ -45,6 +45,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=540.0, help="of all sides, seconds")
     parser.add_argument("--gpus", type=int, default=4)
     args = parser.parse_args()
+    if not (args.config / "config.json").is_file():
+        parser.error(f"expected a folder with a config.json, got {args.config}")
     until = time.time() + args.limit - serve_work.GRACE_S
     found: dict[str, dict[str, Any]] = {}
     sides = args.sides or SIDES[args.engine]
