@@ -387,7 +387,7 @@ def recall() -> list[str]:
 
 def first_start() -> list[str]:
     """What a model's first start compiles."""
-    name = "cold_start_h200.json"
+    name, file = "cold_start_h200.json", "seam_times.json"
     report = load(name)
     slowest = report["kernels"][0]
     return [
@@ -398,4 +398,14 @@ def first_start() -> list[str]:
         f" {slowest['s']:.1f} s. A layer's calls with their Triton kernels take"
         f" {report['triton_s']:.1f} s more. With full caches all of it takes"
         f" {report['cached_s']:.2f} s.",
+        "",
+        f"Before weights load, {_seam_times()} ([{file}](../../benchmarks/results/{file}), on a CPU"
+        f" with {load(file)['cpu_threads']} threads, {load(file)['date']}).",
     ]
+
+
+def _seam_times() -> str:
+    """How long what the adapters rely on is held, by engine."""
+    rows = load("seam_times.json")["rows"]
+    times = (f"{row['ms']:.0f} ms beside {row['engine']} {row['version']}" for row in rows)
+    return f"what the adapters rely on is held against the engine's source in {' and '.join(times)}"
