@@ -25,6 +25,11 @@ def is_on(variable: str) -> bool:
     return os.environ.get(variable, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
+def choice(variable: str) -> bool | None:
+    """`is_on` of an environment variable that is set, and ``None`` of one that is not."""
+    return is_on(variable) if os.environ.get(variable, "").strip() else None
+
+
 def strict_mode() -> bool:
     """Whether ``KDA_DSV4_STRICT`` is on."""
     return is_on("KDA_DSV4_STRICT")

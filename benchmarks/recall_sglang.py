@@ -13,7 +13,7 @@ Besides upstream and the flag alone there is one server for each of these:
   captures no prefills of models with MLA.
 - drafts: three tokens looked up in the prompt and in earlier answers, as a chain, which this
   package verifies. The log must show that some were accepted.
-- records: the same drafts, with records in the place of states.
+- states: the same drafts, with states in every case; on Hopper there are records in their place.
 - fp8: the cache of the MLA layers in fp8.
 - sleep: the server is asked; its memory is released, with the weights kept on the host; it resumes
   and is asked again; its weights are read again and it is asked a third time. This needs
@@ -98,10 +98,11 @@ VARIANTS = {
         (*FLAGS["flag"], *_DRAFTS, "--disable-prefill-cuda-graph"),
         drafts=True,
     ),
-    "records": SglangVariant(
-        "flag, ngram drafts from records",
-        (*FLAGS["flag"], *_DRAFTS, "--enable-linear-replayssm-spec"),
+    "states": SglangVariant(
+        "flag, ngram drafts with states",
+        (*FLAGS["flag"], *_DRAFTS),
         drafts=True,
+        environment=(("KDA_DSV4_DRAFT_RECORDS", "0"),),
     ),
     "fp8": SglangVariant("flag, fp8 KV cache", (*FLAGS["flag"], "--kv-cache-dtype", "fp8_e4m3")),
     "sleep": SglangVariant(
@@ -159,7 +160,8 @@ def server_of(
         *VARIANTS[name].options,
         *more,
     ]
-    return SglangServer(options, port, log, timeout, model=model)
+    environment = dict(VARIANTS[name].environment)
+    return SglangServer(options, port, log, timeout, environment, model)
 
 
 def measure(

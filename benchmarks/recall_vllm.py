@@ -15,7 +15,8 @@ Besides upstream and the flag alone there is one server for each of these:
 - segments: prompts whole, and a table of which prefills from 256 tokens on run by segments of 128,
   so that answers, and states in the prefix cache, go through the ends of segments.
 - ngram: drafts from the prompt, which this task accepts.
-- records: the same, of which the layers keep records and no states (vLLM 0.33).
+- states: the same, of which the layers keep states in every case; in vLLM 0.33 they have records
+  on Hopper.
 - fp8: the KV cache in fp8.
 - sleep: asked, put to sleep and woken, asked, weights reloaded, asked, put to sleep without its
   weights, woken, reloaded and asked.
@@ -98,9 +99,10 @@ VARIANTS = {
     ),
     "segments": Variant("flag, segments of 128 tokens", ("--max-num-batched-tokens", "4096")),
     "ngram": Variant("flag, ngram drafts", _DRAFTS),
-    "records": Variant(
-        "flag, ngram drafts from records",
-        (*_DRAFTS, "--additional-config", '{"kda_draft_records": true}'),
+    "states": Variant(
+        "flag, ngram drafts with states",
+        _DRAFTS,
+        environment=(("KDA_DSV4_DRAFT_RECORDS", "0"),),
     ),
     "fp8": Variant(  # 0.33 asks for fp8 queries, the flag or not, and has them on Blackwell alone
         "flag, fp8 KV cache",

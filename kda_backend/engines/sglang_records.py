@@ -1,19 +1,19 @@
 """Drafts of sglang's KDA layers as records in place of states: less memory, so more requests.
 
-    sglang serve --attention-backend kda --enable-linear-replayssm-spec --speculative-algorithm ...
-
-sglang keeps the state after each drafted token, `intermediate_ssm`, or under its own flag what it
-needs to compute the tokens once more, in every slot of its pool. Here the flag has `Records` of the
+sglang keeps the state after each drafted token, `intermediate_ssm`, or under a flag of its own what
+it needs to compute the tokens once more, in every slot of its pool. Here there are `Records` of the
 drafts that a step can verify, 1 KiB per token and head, and none in slots. As sglang's own, they
 live from a verification to the end of its step: once tokens are accepted their states are made of
 them, so the pool is up to date whenever sglang reads it.
 
-What decides the memory is asked before the pools are sized, so a refusal leaves the flag to sglang.
+What decides the memory is asked before the pools are sized: where records are kept sglang's flag is
+set, which its sizing reads, and a refusal leaves a flag that the user gave to sglang.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -23,21 +23,26 @@ from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.layers.attention.linear.utils import pp_spec_stable_rows_enabled
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from sglang.srt.runtime_context import (
+    get_context,
     get_disagg,
     get_exec,
     get_memory,
+    get_spec,
     max_speculative_num_draft_tokens,
 )
 
 from backend_core.engines import seams
 from backend_core.engines.sglang_flag import say
-from backend_core.strict import fallback
+from backend_core.strict import decline, fallback
 from kda_backend.contract.values import GateSpec, Records, StateRef
+from kda_backend.engines import draft_records
 from kda_backend.engines.sglang_seams import SGLANG_DRAFTS, SGLANG_RECORDS
 from kda_backend.operators import kda_commit_
 from kda_backend.selection import KdaSelection
 
 FLAG = "--enable-linear-replayssm-spec"
+FEWEST_TOKENS = 2
+"""Of a draft: sglang copies an accepted state, where it keeps them, to its slot."""
 _KEPT = "kda_draft_records"  # on a pool of states
 _FEWEST_SLOTS = 3
 """State slots that sglang counts at least for a request where prefixes are cached."""
@@ -126,7 +131,8 @@ class DraftRecords:
 
 
 def reserve(runner: Any, layer: Any, selection: KdaSelection, *, one_launch: bool) -> None:
-    """Have a ModelRunner's pools made with records, if its user asks for it and it is served.
+    """Have a ModelRunner's pools made with records, where drafts are faster from them or its user
+    asks for them, and they are served.
 
     Weights are loaded, pools are not sized.
 
@@ -134,15 +140,25 @@ def reserve(runner: Any, layer: Any, selection: KdaSelection, *, one_launch: boo
         layer: one of the model's KDA layers.
         one_launch: the convolution of such layers fits into the launch.
     """
-    if not get_exec().mamba.enable_linear_replayssm_spec or runner.is_draft_worker:
+    flag_given, asked = get_exec().mamba.enable_linear_replayssm_spec, draft_records.asked()
+    drafts = max_speculative_num_draft_tokens() or 0
+    if runner.is_draft_worker or not (flag_given or drafts):
+        return
+    if not flag_given and not draft_records.wanted(selection.target, drafts, FEWEST_TOKENS):
         return
     reason = seams.refusal(SGLANG_DRAFTS) or seams.refusal(SGLANG_RECORDS)
     reason = reason or refusal(runner, layer, selection, one_launch)
+    if reason is None and not flag_given:
+        reason = _refusal_of_flag()
     if reason is not None:
-        fallback(f"{FLAG} is served by sglang: {reason}")
+        if flag_given:
+            fallback(f"{FLAG} is served by sglang: {reason}")
+        elif asked:
+            decline(f"{draft_records.VARIABLE}=1: drafts keep states and no records: {reason}")
         return
+    if not flag_given:
+        get_context().override("kda-dsv4", enable_linear_replayssm_spec=True)
     params = mambaish_config(runner.model_config).mamba2_cache_params
-    drafts = max_speculative_num_draft_tokens()
     row = bytes_of_row(params, drafts, runner.dtype)
     type(params).replayssm_ring_bytes_per_req = functools.partialmethod(
         _bytes_of_slot, drafts=drafts, dtype=runner.dtype
@@ -150,8 +166,9 @@ def reserve(runner: Any, layer: Any, selection: KdaSelection, *, one_launch: boo
     HybridReqToTokenPool.mamba_pool_cls = pool_class(runner.dtype)
     states = params.mamba_cache_per_req * drafts
     say(
-        f"{FLAG}: a request that drafts {drafts} tokens takes {row / 2**20:.1f} MiB beside its"
-        f" slots, where the states after each token take {states / 2**20:.0f}"
+        f"drafts are kept as records: a request that drafts {drafts} tokens takes"
+        f" {row / 2**20:.1f} MiB beside its slots, where the states after each token take"
+        f" {states / 2**20:.0f}"
     )
 
 
@@ -179,6 +196,18 @@ def refusal(runner: Any, layer: Any, selection: KdaSelection, one_launch: bool) 
         return "the convolution has another width, or there are fewer key than value heads"
     if layer.A_log is None or layer.dt_bias is None:
         return "the gate has no A_log or no dt_bias"
+    return None
+
+
+def _refusal_of_flag() -> str | None:
+    """Why sglang would refuse its flag, which its user has not given."""
+    if (topk := get_spec().speculative_eagle_topk) not in (None, 1):
+        return f"they form a tree (--speculative-eagle-topk {topk}), not a chain"
+    ragged = importlib.import_module("sglang.srt.speculative.ragged_verify")
+    if (mode := ragged.read_ragged_verify_mode()) is not ragged.RaggedVerifyMode.STATIC:
+        return f"SGLANG_RAGGED_VERIFY_MODE={mode.value} verifies drafts of several lengths"
+    if get_exec().mamba.enable_linear_replayssm:
+        return "--enable-linear-replayssm keeps records of decodes"
     return None
 
 
@@ -266,7 +295,10 @@ def install_commit(backend: Any, *, verifies: bool) -> None:
     records = records_of(backend.linear_attn_backend)
     if records is not None:
         if not verifies:
-            raise RuntimeError(f"{FLAG}: the pools have records, which nothing here can write")
+            raise RuntimeError(
+                "the pools have records of drafts, which nothing here can write; serve with"
+                f" {draft_records.VARIABLE}=0 and without {FLAG}"
+            )
         backend.update_mamba_state_after_mtp_verify = functools.partial(commit, backend, records)
 
 

@@ -9,10 +9,12 @@ import torch
 
 from backend_core.engines import seams
 from backend_core.strict import decline
+from backend_core.target import Target
+from kda_backend.engines import draft_records
 from kda_backend.engines.vllm_seams import K3_RECORDS, VLLM_RECORDS
 
-OPTION = "kda_draft_records"
-"""In ``--additional-config``. vLLM takes ``--use-replayssm`` for Kimi-Linear and Kimi-K3 alone."""
+FEWEST_TOKENS = 4
+"""Of a draft: vLLM keeps states without a commit, and records with one."""
 _KIMI_LINEAR = "KimiGatedDeltaNetAttention"
 
 
@@ -52,29 +54,27 @@ def _is_kimi_linears(module: Any) -> bool:
     return any(kind.__name__ == _KIMI_LINEAR for kind in type(module).__mro__)
 
 
-def keep_records(vllm_config: Any, module: Any, lower_bound: float | None) -> None:
-    """Give a layer of ours memory for records, if its user asks for them and they are served; else
-    it keeps states of drafted tokens.
+def keep_records(vllm_config: Any, module: Any, lower_bound: float | None, target: Target) -> None:
+    """Give a layer of ours memory for records, where drafts are faster from them or its user asks
+    for them, and they are served; else it keeps states of drafted tokens.
 
     Args:
         lower_bound: of its gate; ``None`` without one.
 
     Raises:
-        ValueError: the option has another value than true or false.
-        FallbackError: they are not served, in strict mode.
+        FallbackError: they are asked for and not served, in strict mode.
     """
-    options = vllm_config.additional_config
-    asked = options.get(OPTION, False) if isinstance(options, dict) else False
-    if not isinstance(asked, bool):
-        raise ValueError(f"kda_draft_records must be true or false, got {asked!r}")
-    option = OPTION if asked else "--use-replayssm"
-    if not asked and not vllm_config.cache_config.use_replayssm:
+    asked, replays = draft_records.asked(), vllm_config.cache_config.use_replayssm
+    tokens = 1 + vllm_config.num_speculative_tokens
+    if not replays and not draft_records.wanted(target, tokens, FEWEST_TOKENS):
         return
     if module.recoverssm_records is not None:
         return  # Kimi-K3's, which vLLM has made
     reason = seams.refusal(VLLM_RECORDS) or _not_served(vllm_config, module)
     if reason is not None:
-        decline(f"{option}: drafts of KDA layers keep states and no records: {reason}")
+        if asked or replays:
+            option = f"{draft_records.VARIABLE}=1" if asked else "--use-replayssm"
+            decline(f"{option}: drafts of KDA layers keep states and no records: {reason}")
         return
     from kda_backend.engines.vllm_records import records_for
 

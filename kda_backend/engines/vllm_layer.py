@@ -82,7 +82,7 @@ def runtime_of(
         except (LookupError, ValueError) as error:
             refusal = str(error)
         else:
-            vllm_drafts.keep_records(vllm_config, module, lower_bound)
+            vllm_drafts.keep_records(vllm_config, module, lower_bound, runtime.selection.target)
             return runtime
     fallback(f"--attention-backend {name}: {refusal}{vllm_drafts.warning(vllm_config, module)}")
     return None

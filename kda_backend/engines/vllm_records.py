@@ -1,7 +1,5 @@
 """Drafts of vLLM's KDA layers as records in place of states: less memory, so more requests.
 
-    vllm serve ... --attention-backend KDA --additional-config '{"kda_draft_records": true}'
-
 vLLM keeps the state after each drafted token in a block of its cache. Kimi-K3's layer alone has
 records instead, under ``--use-replayssm``, which vLLM takes for Kimi-Linear too, whose layer has
 none. Here the layer of any model has them, of 1 KiB per token and head, for all requests that may
@@ -32,6 +30,7 @@ from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
 
 from backend_core.engines.vllm_flag import say
 from kda_backend.contract.values import Records
+from kda_backend.engines.draft_records import VARIABLE
 
 _INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
 
@@ -191,7 +190,7 @@ class CommitGroup:
         if not all(layer.recoverssm_records.committed for layer in self._layers):
             raise RuntimeError(
                 "the KDA layers keep records of drafts, which this model's runner does not commit:"
-                " serve without kda_draft_records and --use-replayssm"
+                f" serve with {VARIABLE}=0 and without --use-replayssm"
             )
 
     def context(self) -> Any:

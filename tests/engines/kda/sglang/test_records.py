@@ -15,11 +15,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_schedule, publish
+from sglang.srt.runtime_context import get_exec, get_schedule, publish
 
 from backend_core.strict import FallbackError
+from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_layer, sglang_records
+from kda_backend.engines.draft_records import VARIABLE
 from kda_backend.engines.sglang_records import FLAG
 from tests.engines.kda.sglang.harness import LAYERS, LING, Served, one_rank, server_args
 from tests.engines.kda.sglang.test_drafts import (
@@ -265,6 +267,69 @@ def test_more_requests_run(upstreams: None, name: str, ling: str) -> None:
     assert row <= counted <= row + 3
 
 
+def loaded(*arguments: str) -> tuple[Any, Any]:
+    """A ModelRunner with weights and without pools, and one of its KDA layers."""
+    resolved = server_args(*arguments)
+    publish(resolved, role="test")
+    one_rank()
+    runner = SimpleNamespace(
+        server_args=resolved,
+        model_config=ModelConfig.from_server_args(resolved),
+        is_draft_worker=False,
+        dtype=torch.bfloat16,
+    )
+    return runner, SimpleNamespace(A_log=torch.zeros(1), dt_bias=torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "asks", "environment", "kept"),
+    [
+        ("H200", (1,), {}, True),
+        ("A100", (1,), {}, False),
+        ("A100", (1,), {VARIABLE: "1"}, True),
+        ("H200", (1,), {VARIABLE: "0"}, False),
+        ("H200", (2,), {}, False),
+        ("H200", (1,), {"SGLANG_ENABLE_PP_SPEC": "1"}, False),
+        ("H200", (1,), {"SGLANG_RAGGED_VERIFY_MODE": "compact"}, False),
+    ],
+)
+def test_drafts_are_kept_as_records_on_hopper(
+    upstreams: None,
+    gpu: str,
+    asks: tuple[int],
+    environment: dict[str, str],
+    kept: bool,
+    log_lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nobody asks; the pools are then sized as under sglang's own flag. What cannot be served
+    keeps states, which is no fallback."""
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    runner, layer = loaded(*options(*asks))
+    selection: Any = SimpleNamespace(target=KNOWN_TARGETS[gpu])
+    upstream = HybridReqToTokenPool.mamba_pool_cls
+    sglang_records.reserve(runner, layer, selection, one_launch=True)
+    assert get_exec().mamba.enable_linear_replayssm_spec == kept
+    assert (HybridReqToTokenPool.mamba_pool_cls is not upstream) == kept
+    assert ["are kept as records" in line for line in log_lines] == [True] * kept
+
+
+def test_records_that_are_asked_for_and_not_served_are_named(
+    upstreams: None, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    runner, layer = loaded(*options(2))
+    selection: Any = SimpleNamespace(target=KNOWN_TARGETS["H200"])
+    sglang_records.reserve(runner, layer, selection, one_launch=True)
+    (line,) = log_lines
+    assert line == (
+        f"{VARIABLE}=1: drafts keep states and no records: they form a tree"
+        " (--speculative-eagle-topk 2), not a chain"
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -282,24 +347,14 @@ def test_what_is_refused_stays_sglangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     more = change if isinstance(change, tuple) else ()
-    arguments = server_args(*options(1, FLAG, *more))
-    publish(arguments, role="test")
-    one_rank()
-    model_config = ModelConfig.from_server_args(arguments)
-    runner = SimpleNamespace(
-        server_args=arguments,
-        model_config=model_config,
-        is_draft_worker=False,
-        dtype=torch.bfloat16,
-    )
+    runner, layer = loaded(*options(1, FLAG, *more))
     one_launch = True
     for name, value in {} if more else change.items():
         if name == "one_launch":
             one_launch = value
         else:
             monkeypatch.setenv(name, value)
-    layer = SimpleNamespace(A_log=torch.zeros(1), dt_bias=torch.zeros(1))
-    selection: Any = SimpleNamespace(target=SimpleNamespace(arch="sm90"))
+    selection: Any = SimpleNamespace(target=KNOWN_TARGETS["H200"])
     upstream = HybridReqToTokenPool.mamba_pool_cls
     sglang_records.reserve(runner, layer, selection, one_launch=one_launch)
     assert HybridReqToTokenPool.mamba_pool_cls is upstream

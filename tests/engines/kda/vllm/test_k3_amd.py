@@ -14,6 +14,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import vllm_seams
+from kda_backend.engines.draft_records import VARIABLE
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     DRAFT,
@@ -123,14 +124,10 @@ def test_drafts(model: Model) -> None:
     assert relative_error(o, definition.run(x[20:])) < TOLERANCE
 
 
-def test_drafts_as_records(model: Model) -> None:
-    """By the option of this package: upstream's class has none."""
-    config = engine_config(
-        flag=True,
-        dtype="float32",
-        speculative_config=NGRAM,
-        additional_config={"kda_draft_records": True},
-    )
+def test_drafts_as_records(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the variable of this package: upstream's class has none."""
+    monkeypatch.setenv(VARIABLE, "1")
+    config = engine_config(flag=True, dtype="float32", speculative_config=NGRAM)
     layer = build(model, config)
     if layer.recoverssm_records is None:
         pytest.skip("this release is not served")

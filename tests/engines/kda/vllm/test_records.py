@@ -13,8 +13,11 @@ from vllm.v1.worker.gpu import buffer_utils
 
 from backend_core.engines import seams
 from backend_core.strict import FallbackError
+from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend import layer as operators
+from kda_backend.engines import vllm_drafts
+from kda_backend.engines.draft_records import VARIABLE
 from kda_backend.engines.vllm_seams import VLLM_RECORDS
 from tests.engines.kda.vllm.harness import (
     DRAFT,
@@ -38,16 +41,20 @@ pytestmark = [
         seams.difference(VLLM_RECORDS) is not None, reason="this release is not served"
     ),
 ]
-OPTION = "kda_draft_records"
 NAMES = ["GLM-5.3-Flash", "Kimi-Linear", "Ling-V3"]
 TOLERANCE = 1e-5
 
 
-def drafting_config(*, aligned: bool = False, records: bool = True, **options: Any) -> VllmConfig:
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every GPU but Hopper's needs it."""
+    monkeypatch.setenv(VARIABLE, "1")
+
+
+def drafting_config(*, aligned: bool = False, **options: Any) -> VllmConfig:
     """With drafts of four tokens, and with ``aligned`` a prefix cache of blocks of 16 tokens."""
-    asked = {"additional_config": {OPTION: True}} if records else {}
     config = engine_config(
-        **{"flag": True, "dtype": "float32", "speculative_config": NGRAM, **asked, **options}
+        **{"flag": True, "dtype": "float32", "speculative_config": NGRAM, **options}
     )
     config.scheduler_config.enable_chunked_prefill = True  # which vLLM turns off on a CPU
     config.scheduler_config.max_num_batched_tokens = 48
@@ -100,7 +107,7 @@ def test_requests_finish_are_preempted_resumed_and_reordered(name: str, as_on_a_
 @pytest.mark.parametrize("name", ["Kimi-K3", "Kimi-Linear"])
 def test_a_prompt_whose_tokens_come_one_by_one(name: str, as_on_a_gpu: None) -> None:
     """The runner lets them run as drafts of which nothing is sampled. Kimi-K3 has vLLM's commit."""
-    config = drafting_config(records=name != "Kimi-K3")
+    config = drafting_config()
     if name == "Kimi-K3":
         config.cache_config.use_replayssm = config.cache_config.use_kda_recoverssm = True
     config.scheduler_config.long_prefill_token_threshold = 1
@@ -206,10 +213,14 @@ def test_a_graph_serves_other_drafts_than_it_was_captured_with(
 
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_request_takes_no_blocks_for_its_drafts(name: str, aligned: bool) -> None:
+def test_a_request_takes_no_blocks_for_its_drafts(
+    name: str, aligned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By vLLM's own count of a request's memory in one layer."""
-    config = drafting_config(aligned=aligned, records=False)
+    config = drafting_config(aligned=aligned)
+    monkeypatch.setenv(VARIABLE, "0")
     states = cache_spec(build(MODELS[name], config), config)
+    monkeypatch.setenv(VARIABLE, "1")
     config = drafting_config(aligned=aligned)
     layer = build(MODELS[name], config)
     records = cache_spec(layer, config)
@@ -275,7 +286,7 @@ def refused(config: VllmConfig, caplog: pytest.LogCaptureFixture, name: str = "L
     assert cache_spec(layer, config).num_speculative_blocks == drafted
     (line,) = [r.getMessage() for r in caplog.records if r.name == "kda_dsv4"]
     start, _, reason = line.partition(": drafts of KDA layers keep states and no records: ")
-    assert start == (OPTION if config.additional_config else "--use-replayssm")
+    assert start == ("--use-replayssm" if config.cache_config.use_replayssm else f"{VARIABLE}=1")
     return reason
 
 
@@ -298,22 +309,48 @@ def test_what_is_not_served_is_named_and_keeps_states(
         build(MODELS["Ling-V3"], drafting_config())
 
 
-def test_the_option_is_true_or_false() -> None:
-    with pytest.raises(ValueError, match="kda_draft_records must be true or false, got 'yes'"):
-        build(MODELS["Ling-V3"], drafting_config(additional_config={OPTION: "yes"}))
+@pytest.mark.parametrize(
+    ("gpu", "drafted", "kept"),
+    [("H200", 3, True), ("H200", 2, False), ("A100", 7, False), ("H200", None, False)],
+)
+def test_long_drafts_are_kept_as_records_on_hopper(
+    gpu: str,
+    drafted: int | None,
+    kept: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nobody asks; where they cannot be served the log has nothing of them."""
+    monkeypatch.delenv(VARIABLE)
+    drafts = None if drafted is None else {**NGRAM, "num_speculative_tokens": drafted}
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    for runner, has_records in (("1", kept), ("0", False)):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+        config = drafting_config(speculative_config=drafts)
+        layer = build(MODELS["Ling-V3"], config)
+        with set_current_vllm_config(config):
+            vllm_drafts.keep_records(config, layer, -5.0, KNOWN_TARGETS[gpu])
+        assert (layer.recoverssm_records is not None) == has_records
+    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    config = drafting_config(speculative_config=drafts)
+    layer = build(MODELS["Ling-V3"], config)
+    vllm_drafts.keep_records(config, layer, -5.0, KNOWN_TARGETS[gpu])
+    assert layer.recoverssm_records is None
 
 
 def test_kimi_linear_has_vllms_own_option(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM takes it for this model, has no blocks for drafts then, and its layer no records."""
-    config = drafting_config(records=False, use_replayssm=True)
+    monkeypatch.delenv(VARIABLE)
+    config = drafting_config(use_replayssm=True)
     assert config.cache_config.use_kda_recoverssm
     layer = build(MODELS["Kimi-Linear"], config)
     assert layer.recoverssm_records is not None
     assert cache_spec(layer, config).num_speculative_blocks == 0
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    config = drafting_config(records=False, use_replayssm=True)
+    config = drafting_config(use_replayssm=True)
     assert "first model runner" in refused(config, caplog, "Kimi-Linear")
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.engines import vllm_layer, vllm_packed, vllm_profile
+from kda_backend.engines.draft_records import VARIABLE
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
     NGRAM,
@@ -103,13 +104,11 @@ def test_serving_compiles_nothing(name: str, drafts: bool, launched: list[Varian
     assert ("store_checkpoints_kernel" in found) == model.exports
 
 
-def test_serving_drafts_from_records_compiles_nothing(launched: list[Variant]) -> None:
-    config = caching_config(
-        flag=True,
-        dtype="bfloat16",
-        speculative_config=NGRAM,
-        additional_config={"kda_draft_records": True},
-    )
+def test_serving_drafts_from_records_compiles_nothing(
+    launched: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    config = caching_config(flag=True, dtype="bfloat16", speculative_config=NGRAM)
     layer = build(MODELS["Kimi-Linear"], config)
     if layer.recoverssm_records is None:
         pytest.skip("this release is not served")
