@@ -4,7 +4,7 @@
 
 First `tools.fuzz.kda_same_bits` draws so many requests of a layer (``requests``), puts each among
 others in so many ways (``ways``), and counts those whose bits never change (``equal``); one that
-differs ends the run, and is printed with its number. Then ``rows`` has times of decode steps
+differs ends the run, and is printed with its number. ``--processes`` share the requests. Then ``rows`` has times of decode steps
 (``decode``), of prefills (``prefill``) and of a layer's whole prefill (``layer``) in µs:
 ``free_us`` as the table chooses by the size of the call, ``invariant_us`` with
 `KdaShape.batch_invariant`.
@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,18 +40,29 @@ LENGTHS = ([64], [512], [2048], [8192], [32768], [1024] * 8, [48] * 64, bench_kd
 Row = dict[str, Any]
 
 
-def different(requests: int, seconds: float) -> tuple[int, list[str]]:
-    """Draw requests until there are so many or so much time has passed; (drawn, those with other
-    bits in words)."""
+def different(numbers: Sequence[int], seconds: float) -> tuple[int, list[str]]:
+    """Draw requests by their numbers until none is left or so much time has passed; (drawn, those
+    with other bits in words)."""
     target, device = detect_target(), torch.device("cuda")
     found: list[str] = []
     drawn, end = 0, time.perf_counter() + seconds
-    while drawn < requests and time.perf_counter() < end:
-        outcome = run_batch(drawn, kda_same_bits.CASES, kda_same_bits.CASES, target, device)
+    for number in numbers:
+        if time.perf_counter() > end:
+            break
+        outcome = run_batch(number, kda_same_bits.CASES, kda_same_bits.CASES, target, device)
         if outcome.status != "ok":
-            found.append(f"{drawn}: {outcome.message}")
+            found.append(f"{number}: {outcome.message}")
         drawn += 1
     return drawn, found
+
+
+def different_in(processes: int, requests: int, seconds: float) -> tuple[int, list[str]]:
+    """`different`, of the first ``requests``, which so many processes share."""
+    shares = [range(first, requests, processes) for first in range(processes)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        parts = list(pool.map(different, shares, [seconds] * processes))
+    return sum(drawn for drawn, _ in parts), [line for _, found in parts for line in found]
 
 
 def rows() -> Iterator[Row]:
@@ -93,10 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=3600.0, help="at most, of the requests")
     args = parser.parse_args()
     result: dict[str, Any] = dict(environment())
-    drawn, found = different(args.requests, args.seconds)
+    drawn, found = different_in(args.processes, args.requests, args.seconds)
     equal = drawn - len(found)
     result |= {"requests": drawn, "ways": kda_same_bits.AMONG, "equal": equal, "rows": []}
     print(f"{equal} of {drawn} requests have the same bits in every batch", flush=True)
