@@ -4,10 +4,10 @@
 
 First `tools.fuzz.kda_same_bits` draws so many requests of a layer (``requests``), puts each among
 others in so many ways (``ways``), and counts those whose bits never change (``equal``); one that
-differs ends the run, and is printed with its number. ``--processes`` share the requests. Then ``rows`` has times of decode steps
-(``decode``), of prefills (``prefill``) and of a layer's whole prefill (``layer``) in µs:
-``free_us`` as the table chooses by the size of the call, ``invariant_us`` with
-`KdaShape.batch_invariant`.
+differs ends the run, and is printed with its number. ``--processes`` share the requests. Then
+``rows`` has times of decode steps (``decode``), of prefills (``prefill``) and of a layer's whole
+prefill (``layer``) in µs: ``free_us`` as the table chooses by the size of the call,
+``invariant_us`` with `KdaShape.batch_invariant`.
 """
 
 from __future__ import annotations
