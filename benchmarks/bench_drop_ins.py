@@ -405,7 +405,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     sys.path[:0] = [str(folder) for folder in options.originals]
-    rows = []
+    head, rows = environment(), []
     chosen = accuracy_cases() if options.accuracy else cases()
     for turn, case in enumerate(chosen):
         if options.only and case.function not in options.only:
@@ -413,9 +413,8 @@ def main() -> None:
         rows.append(measure(case, torch.device("cuda", 0), turn, not options.accuracy))
         if not options.accuracy:
             print(json.dumps(rows[-1]), flush=True)
-            write_record(options.output, {**environment(), "rows": rows})
+        write_record(options.output, {**head, "rows": rows})
         torch.cuda.empty_cache()
-    write_record(options.output, {**environment(), "rows": rows})
     for line in worst(rows):
         print(line)
 
