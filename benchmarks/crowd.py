@@ -2,10 +2,13 @@
 
     python -m benchmarks.crowd vllm CONFIG_DIR benchmarks/results/crowd_vllm.json
     python -m benchmarks.crowd sglang CONFIG_DIR benchmarks/results/crowd_sglang.json
+    python -m benchmarks.crowd sglang CONFIG_DIR crowd_sglang_drafts.json --drafts 7
 
 A side is Kimi-Linear-48B in `benchmarks.serve_vllm` or `benchmarks.serve_sglang`, in the engine's
 default mode with all of the memory of a GPU of its own; ``--gpus`` sides load at the same time, and
 then run one after the other, since a decode step waits for the host.
+With ``--drafts`` so many tokens are looked up for each step (n-gram drafts), and
+side ``states`` is the flag with a state after each drafted token, as upstream keeps them.
 ``running`` are the most requests that ran at once, ``slots`` what the engine made room for: blocks
 of vLLM's cache, KDA states of sglang's. ``tokens_per_s`` counts new tokens, over a time in which
 the prompts are read too.
@@ -27,6 +30,8 @@ from benchmarks.engines import serve_work
 SLOTS = {"vllm": "blocks", "sglang": "max_mamba_cache_size"}
 FLAG = {"vllm": ["--attention-backend", "KDA"], "sglang": ["--flag"]}
 STATES = ("float32", "float16", "bfloat16")
+OF_DRAFTS = ("upstream:float32", "states:float32", "flag:float32")
+VARIABLES = {"states": {"KDA_DSV4_DRAFT_RECORDS": "0"}}
 _SIDES = [f"{side}:{state}" for state in STATES for side in serve_work.SIDES]
 # upstream's layers of Kimi-Linear refuse 16 bits in vLLM
 SIDES = {"vllm": [s for s in _SIDES if s in (_SIDES[0], *_SIDES[1::2])], "sglang": _SIDES}
@@ -38,18 +43,19 @@ def main() -> int:
     parser.add_argument("engine", choices=tuple(SLOTS))
     parser.add_argument("config", type=Path, help="a folder with the model's config.json")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--sides", nargs="+", choices=_SIDES, help="in this order")
+    parser.add_argument("--sides", nargs="+", choices=[*_SIDES, OF_DRAFTS[1]], help="in this order")
     parser.add_argument(
         "--parts", nargs="+", choices=tuple(serve_work.CROWDS), default=[*serve_work.CROWDS]
     )
     parser.add_argument("--limit", type=float, default=540.0, help="of all sides, seconds")
     parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--drafts", type=int, help="tokens that are looked up for each step")
     args = parser.parse_args()
     if not (args.config / "config.json").is_file():
         parser.error(f"expected a folder with a config.json, got {args.config}")
     until = time.time() + args.limit - serve_work.GRACE_S
     found: dict[str, dict[str, Any]] = {}
-    sides = args.sides or SIDES[args.engine]
+    sides = args.sides or (OF_DRAFTS if args.drafts else SIDES[args.engine])
 
     turns = args.out.with_name(f"{args.out.stem}.turns")
 
@@ -58,27 +64,32 @@ def main() -> int:
         label = f"{who}_{state}"
         options = ["--config", str(args.config), "--parts", *args.parts, "--state", state]
         options += ["--turns", str(turns), "--own-gpu"]
-        options += FLAG[args.engine] if who == "flag" else []
+        options += [] if who == "upstream" else FLAG[args.engine]
+        options += ["--drafts", str(args.drafts)] if args.drafts else []
         if args.engine == "sglang":
             options += ["--full-attention", "triton"]
-        module, variables = f"benchmarks.serve_{args.engine}", {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        module = f"benchmarks.serve_{args.engine}"
+        variables = {"CUDA_VISIBLE_DEVICES": str(gpu), **VARIABLES.get(who, {})}
         data = serve_work.run_side(module, label, options, args.out, until, variables)
         log = args.out.with_name(f"{args.out.stem}_{label}.log").read_text(errors="replace")
         found[side] = {"failed": {"process": "no file"}} if data is None else {**data, "log": log}
-        write_record(args.out, document(args.engine, {s: found[s] for s in sides if s in found}))
+        done = {s: found[s] for s in sides if s in found}
+        write_record(args.out, document(args.engine, done, args.drafts))
 
     for first in range(0, len(sides), args.gpus):
         wave = sides[first : first + args.gpus]
         serve_work.beside(functools.partial(run, gpu, side) for gpu, side in enumerate(wave))
     turns.unlink(missing_ok=True)
-    result = document(args.engine, {s: found[s] for s in sides})
+    result = document(args.engine, {s: found[s] for s in sides}, args.drafts)
     for row in result["rows"]:
         print(" ".join(f"{key} {value}" for key, value in row.items()))
     print("\n".join(f"{side} failed: {why}" for side, why in result["failed"].items()))
     return len(result["failed"])
 
 
-def document(engine: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def document(
+    engine: str, found: dict[str, dict[str, Any]], drafts: int | None = None
+) -> dict[str, Any]:
     """The file: a row of each side and part, and which sides failed.
 
     Args:
@@ -89,6 +100,7 @@ def document(engine: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "script": "benchmarks/crowd.py",
         **(heads[0] if heads else {}),
         "gpus": 1,
+        **({"drafts": drafts} if drafts else {}),
         "rows": [row for side, data in found.items() for row in rows_of(engine, side, data)],
         "failed": {side: data["failed"] for side, data in found.items() if data["failed"]},
     }

@@ -149,6 +149,10 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         arguments["tp_size"] = args.ranks
     if args.state:
         arguments["mamba_ssm_dtype"] = args.state
+    if args.drafts:
+        arguments["speculative_algorithm"] = "NGRAM"
+        arguments["speculative_num_draft_tokens"] = 1 + args.drafts
+        arguments["speculative_ngram_max_bfs_breadth"] = 1
     if args.variant == NO_GRAPHS:
         arguments["disable_prefill_cuda_graph"] = True
     if args.variant == serve_work.UPSTREAM_GRAPHS:

@@ -95,6 +95,10 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         options["tensor_parallel_size"] = args.ranks
     if args.state:
         options["mamba_ssm_cache_dtype"] = args.state
+    if args.drafts:
+        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        drafts = {"method": "ngram", "num_speculative_tokens": args.drafts, **lookup}
+        options["speculative_config"] = drafts
     if args.variant == serve_work.UPSTREAM_GRAPHS:
         config = json.loads((args.config / "config.json").read_text())
         most = prefill_graphs.most_tokens(config["hidden_size"], args.ranks, BUDGET)

@@ -414,6 +414,7 @@ def commands(
         two.add_argument("--beside", action="store_true", help="load all sides at the same time")
         two.add_argument("--spread", action="store_true", help="each side on GPUs of its own")
         one.add_argument("--state", help="dtype of KDA's states")
+        one.add_argument("--drafts", type=int, help="tokens looked up in prompt and answer")
         one.add_argument("--turns", type=Path, help="the lock of sides beside each other")
         one.add_argument("--own-gpu", action="store_true", help="which those sides do not share")
     one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")

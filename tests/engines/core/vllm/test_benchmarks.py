@@ -36,7 +36,7 @@ def test_the_scheduler_is_where_steps_are_logged() -> None:
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     assert {"attention_backend", "load_format", "max_num_seqs", "enable_prefix_caching"} <= known
     args = argparse.Namespace(
-        turns=Path("turns"), variant=None, ranks=2, state="bfloat16", own_gpu=False
+        turns=Path("turns"), variant=None, ranks=2, state="bfloat16", own_gpu=False, drafts=7
     )
     assert set(serve_vllm.engine_arguments(args)) <= known
 
