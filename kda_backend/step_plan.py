@@ -129,8 +129,11 @@ def build_step_plan(
         any_batch: as `StepPlan` has it; the host then knows no lengths.
 
     Raises:
-        ValueError: wrong rank, dtype, device or values.
+        ValueError: wrong rank, dtype, device or values, or ``any_batch`` of one whose lengths are
+            given.
     """
+    if any_batch and cu_seqlens_cpu is not None:
+        raise ValueError("any_batch is for lengths that the host does not know, got cu_seqlens_cpu")
     check_cu_seqlens("cu_seqlens", cu_seqlens)
     if chunk_table:
         expect_kernel_device("cu_seqlens of a plan with a chunk table", cu_seqlens)

@@ -99,6 +99,14 @@ def test_a_bound_is_reached_by_some_batch() -> None:
     assert build_step_plan(on_meta, 2, chunk_table=False).num_chunks == 2
 
 
+def test_lengths_of_any_batch_are_not_those_of_one() -> None:
+    offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="lengths that the host does not know, got cu_seqlens_cpu"):
+        build_step_plan(
+            offsets.to("meta"), 5, cu_seqlens_cpu=offsets, chunk_table=False, any_batch=True
+        )
+
+
 def test_the_longest_sequence_is_known_or_taken_for_an_equal_share() -> None:
     lengths = (70, 0, 9, 640)
     known = build_step_plan(cu_tensor(lengths, torch.device("cpu")), 719, chunk_table=False)
