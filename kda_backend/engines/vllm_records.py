@@ -166,8 +166,9 @@ def _commit_all(
     found = commit(accepted)
     if found is None:
         return None
-    # to which the runner adds what was sampled, for the tokens that the states hold
-    computed = found.num_computed_tokens + (accepted - num_sampled)
+    # to which the runner adds what was sampled, for the tokens that the states hold; a graph's
+    # batch has rows more, of nobody
+    computed = found.num_computed_tokens[: len(accepted)] + (accepted - num_sampled)
     return dataclasses.replace(found, num_computed_tokens=computed)
 
 

@@ -130,8 +130,10 @@ class Graph:
 
     size = 4
 
-    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.config = drafting_config()
+    def __init__(
+        self, name: str, monkeypatch: pytest.MonkeyPatch, *, aligned: bool = False
+    ) -> None:
+        self.config = drafting_config(aligned=aligned)
         compilation = self.config.compilation_config
         monkeypatch.setattr(compilation, "cudagraph_mode", CUDAGraphMode.FULL_DECODE_ONLY)
         monkeypatch.setattr(compilation, "max_cudagraph_capture_size", self.size * DRAFT)
@@ -146,7 +148,7 @@ class Graph:
         number = len(slots)
         bounds = DRAFT * torch.arange(self.size + 1, dtype=torch.int32).clamp(max=number)
         table = torch.zeros(self.size, 4, dtype=torch.int32)
-        table[:number, 0] = torch.tensor(slots, dtype=torch.int32)
+        table[:number] = torch.tensor(slots, dtype=torch.int32)[:, None]
         lengths = torch.full((self.size,), 20, dtype=torch.int32)
         places = torch.zeros(self.size * DRAFT, dtype=torch.int64)
         prefilling = torch.zeros(self.size, dtype=torch.bool)
@@ -209,6 +211,27 @@ def test_a_graph_serves_other_drafts_than_it_was_captured_with(
     others = [slot for slot in range(1, SLOTS) if slot not in texts]
     for pool, before in zip(layer.kv_cache, kept, strict=True):
         assert torch.equal(pool[others], before[others])
+
+
+def test_a_padded_step_commits_what_its_requests_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's batch has rows of nobody, of which the runner samples nothing."""
+    graph, slots, accepted = Graph("Ling-V3", monkeypatch, aligned=True), [3, 7, 5], [4, 0, 2]
+    drafted = torch.tensor([DRAFT - 1] * 3 + [-1])
+    ones = torch.ones(graph.size, dtype=torch.int32)
+    x = hidden(graph.size * DRAFT)
+    metadata = graph.builder.build(0, graph.batch(slots), ones, drafted)
+    definitions = [definition_of(MODELS["Ling-V3"]) for _ in slots]
+    for slot, definition in zip(slots, definitions, strict=True):
+        definition.window = graph.layer.kv_cache[0][slot].T[:, :3].clone()
+        definition.state = graph.layer.kv_cache[1][slot].clone()[None]
+    run_layer(graph.layer, graph.config, x, metadata)
+    sampled = torch.tensor(accepted, dtype=torch.int32)
+    found = metadata.commit_recoverssm_state(sampled)
+    # 16 tokens before the draft of each, and one more where nothing was sampled
+    assert (found.num_computed_tokens + sampled).tolist() == [20, 17, 18]
+    for n, (slot, definition) in enumerate(zip(slots, definitions, strict=True)):
+        definition.run(x[n * DRAFT : n * DRAFT + max(accepted[n], 1)])
+        assert relative_error(graph.layer.kv_cache[1][slot], definition.state[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("aligned", [False, True])

@@ -1,0 +1,83 @@
+"""Servers that are full, and answers whose bits do not depend on other requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docs.performance_parts.page import load, section, table
+
+FULL = {
+    "crowd_sglang.json": "A full server: Kimi-Linear-48B in sglang",
+    "crowd_vllm.json": "A full server: Kimi-Linear-48B in vLLM",
+    "crowd_sglang_drafts.json": "A full server that drafts: Kimi-Linear-48B in sglang",
+}
+_SLOTS = {"sglang": "slots of states", "vllm": "blocks"}
+SAME_BITS = (
+    "same_bits_vllm033.json",
+    "same_bits_vllm033_two_gpus.json",
+    "same_bits_sglang.json",
+    "same_bits_sglang_two_gpus.json",
+)
+
+
+def full_servers() -> list[str]:
+    """Requests that run at a time and tokens per second, by the format of states."""
+    return [line for name, title in FULL.items() for line in _full(name, title)]
+
+
+def _full(name: str, title: str) -> list[str]:
+    report = load(name)
+    slots = _SLOTS[report["engine"].split()[0]]
+    cells = []
+    for row in report["rows"]:
+        first = next(x for x in report["rows"] if x["what"] == row["what"])
+        gain = row["tokens_per_s"] / first["tokens_per_s"]
+        numbers = (f"{row[key]:,}" for key in ("running", "slots"))
+        rate = f"{row['tokens_per_s']:,.0f}"
+        cells.append([row["what"], row["side"], row["state"], *numbers, rate, f"{gain:.2f}"])
+    drafts = report.get("drafts")
+    more = (
+        f" Each step drafts {drafts} tokens, looked up in prompt and answer; *states* is the flag"
+        " with `KDA_DSV4_DRAFT_RECORDS=0`, which keeps a state after each of them as upstream does."
+        if drafts
+        else ""
+    )
+    return [
+        *section(title, report, name),
+        "",
+        "Random weights on one GPU, in the engine's default mode but for the format of KDA's"
+        " states. All sides load at the same time on GPUs of one host, and run one after the other."
+        f"{more} × is the rate over that of the first row of the same load.",
+        "",
+        *table(["load", "side", "states", "running at a time", slots, "tokens/s", "×"], cells),
+    ]
+
+
+def same_bits() -> list[str]:
+    """Requests of servers whose bits were compared with those that they have alone."""
+    cells = []
+    for name in SAME_BITS:
+        report = load(name)
+        link = f"[{_engine_of(report)}](../../benchmarks/results/{name}), {report['ranks']} GPU"
+        for row in report["rows"]:
+            what = row["what"] + (f" ({row['preemptions']:.0f})" if "preemptions" in row else "")
+            equal = f"{row['equal']} of {row['requests']}"
+            cells.append([link, what, equal, report["date"]])
+    return [
+        "",
+        "## The same bits in servers",
+        "",
+        "The small checkpoint's questions under `VLLM_BATCH_INVARIANT=1` and"
+        " `--enable-deterministic-inference`, with the flag. A request counts as equal if its text"
+        " and the log-probabilities of the five likeliest tokens of each step are, to the last bit,"
+        " what they are when it is asked alone. [reliability.md](../reliability.md) says what is"
+        " promised.",
+        "",
+        *table(["engine", "asked", "equal", "date"], cells),
+    ]
+
+
+def _engine_of(report: dict[str, Any]) -> str:
+    versions = report["environment"]
+    engine = "vllm" if "vllm" in versions else "sglang"
+    return f"{engine} {versions[engine]}"
