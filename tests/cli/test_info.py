@@ -38,7 +38,9 @@ def test_every_row_that_serves_is_a_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "strict    off" in out
     lines = [line.split() for line in out.partition("kda on H200, from")[2].splitlines()]
     (long,) = [line for line in out.splitlines() if "segmented_sm90" in line]
-    assert long.split("  ")[3] == "any size, longest >= 4096, heads <= 8" and len(long) <= 80
+    assert long.split("  ")[3] == "longest >= 4096, heads <= 8"
+    assert all(len(line) <= 80 for line in out.partition("strict")[2].splitlines())
+    assert "kda on H200, from shipped kda/nvidia_sm90.toml" in out
     for operator in report("--target", "H200")["targets"][0]["families"][0]["operators"]:
         heading = f"{operator['operator']}, sizes in {operator['grid']}"
         assert heading in " ".join(" ".join(line) for line in lines)
