@@ -10,6 +10,7 @@ contract tests find, everything holds. A test fails where a picture is not what 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -73,7 +74,7 @@ def h200() -> Iterator[None]:
             (serve, "detect_target", lambda: machine),
             (serve, "read_config", lambda model: _kimi()),
             (serve, "_program", lambda engine: engine),
-            (serve.os, "execvp", lambda *command: None),
+            (os, "execvp", lambda *command: None),
             (seams, "installed", lambda engine: lambda name: None),
             (seams, "hold", all_hold),
         ]

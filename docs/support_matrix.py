@@ -48,7 +48,7 @@ and the files under `benchmarks/results/`; CI fails where it is out of date.
 
 
 def _of_sglang(model: str) -> str:
-    """What has been shown of a model's KDA layers in sglang."""
+    """The tests that a model's KDA layers have passed in sglang."""
     file = RESULTS / f"sglang_{model}.json"
     if not file.exists():
         return "the kernel of the KDA layers; tested with random inputs only"

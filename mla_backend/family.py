@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 ENGINE_KERNEL = "fa3"
-"""What engines decode dense MLA with on Hopper: FlashAttention 3."""
+"""The kernel with which engines decode dense MLA on Hopper: FlashAttention 3."""
 
 
 def model_refusal(config: ModelConfig) -> str | None:
@@ -98,7 +98,7 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
 
 
 def tune_space(path: KernelPath) -> TuneSpace:
-    """What ``tune`` tries of a path's launch parameters."""
+    """Values that ``tune`` tries of a path's launch parameters."""
     if path.operator != "mla_decode":
         return {}
     if path.name == "triton":
