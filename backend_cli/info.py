@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +15,13 @@ from rich.console import Console
 
 from backend_cli.errors import BadInputError
 from backend_cli.families import table_of
-from backend_cli.rows import facts, short_rows, sizes, when
+from backend_cli.rows import facts, oldest, short_rows, sizes, when
 from backend_cli.terminal import plain_console, wrapped
 from backend_core import __version__
 from backend_core.engines import ENGINES, seams
 from backend_core.family import Family, families
 from backend_core.strict import strict_mode
-from backend_core.tables.schema import Operator
+from backend_core.tables.schema import UPSTREAM, Operator
 from backend_core.tables.select import (
     PathRow,
     PathTable,
@@ -219,18 +219,67 @@ def _print_family(
         console.print(f"{title}: {path} serves every call, {date}", soft_wrap=True)
         return
     print(wrapped(f"{title}, from {shown_table(family['table'])}"))
+    if not (verbose or refused):
+        _print_short(family["operators"])
+        return
     for operator in family["operators"]:
         print(wrapped(f"{operator['operator']}, sizes in {operator['grid']}", 2))
         for selection in operator["selections"]:
-            needs = ", ".join(selection["requires"])
-            if needs:
+            if needs := ", ".join(selection["requires"]):
                 print(wrapped(f"{'with' if refused else 'at most with'} {needs}", 4))
-            rows = [row for row in selection["rows"] if verbose or refused or not row["refusal"]]
             if verbose:
-                _print_rows(rows)
+                _print_rows(selection["rows"])
                 continue
-            for size, path, why in short_rows(rows):
+            for size, path, why in short_rows(selection["rows"]):
                 print(wrapped(f"{size:28}  {path:15}  {why}", 6))
+
+
+def _print_short(operators: Sequence[dict[str, Any]]) -> None:
+    """A line for each row that serves; models of several kinds follow what tells them apart."""
+    width = max(len(operator["operator"]) for operator in operators)
+    for operator in operators:
+        name, groups = operator["operator"], _by_rows(operator["selections"])
+        of_most = groups[0][0]
+        for features, rows in groups:
+            if features is not of_most:
+                print(wrapped(_difference(features, of_most), 4))
+            for size, path, date in rows:
+                print(f"  {name:{width}}  {size:28}  {path:15}  {date}")
+                name = ""
+        if any(" to " in size for _, rows in groups for size, *_ in rows):
+            print(wrapped(f"sizes in {operator['grid']}", 4))
+        every = [row for selection in operator["selections"] for row in selection["rows"]]
+        kernels = {row["params"]["kernel"] for row in every if row["path"] == UPSTREAM}
+        if kernels:
+            left = ", ".join(sorted(kernels))
+            print(wrapped(f"in an engine some calls are left to {left} (kda-dsv4 serve)", 4))
+
+
+def _by_rows(
+    selections: Iterable[dict[str, Any]],
+) -> list[tuple[frozenset[str], list[tuple[str, str, str]]]]:
+    """The features of the models that have the same sizes and paths, and those with their dates."""
+    merged: dict[tuple[tuple[str, str], ...], tuple[frozenset[str], list[str]]] = {}
+    for selection in selections:
+        rows = short_rows(row for row in selection["rows"] if not row["refusal"])
+        key = tuple((size, path) for size, path, _ in rows)
+        features, dates = merged.get(key, (frozenset(), [date for *_, date in rows]))
+        dates = [oldest(pair) for pair in zip(dates, (date for *_, date in rows), strict=True)]
+        merged[key] = features | frozenset(selection["requires"]), dates
+    return [
+        (features, [(*row, date) for row, date in zip(key, dates, strict=True)])
+        for key, (features, dates) in merged.items()
+    ]
+
+
+def _difference(features: frozenset[str], of_most: frozenset[str]) -> str:
+    """What a model that is served so may require, beside what the first kind may."""
+    words = [
+        f"{word} {', '.join(sorted(names))}"
+        for word, names in (("with", features - of_most), ("without", of_most - features))
+        if names
+    ]
+    return ", ".join(words) or "otherwise"
 
 
 def _print_rows(rows: Iterable[dict[str, Any]]) -> None:

@@ -35,7 +35,7 @@ def short_rows(rows: Iterable[Facts]) -> list[tuple[str, str, str]]:
     for (path, _), group in itertools.groupby(rows, _kind):
         members = list(group)
         whole = {**members[0], "high": members[-1]["high"]}
-        why = f"refused: {whole['refusal']}" if whole["refusal"] else min(map(when, members))
+        why = f"refused: {whole['refusal']}" if whole["refusal"] else oldest(map(when, members))
         if path == UPSTREAM:
             path = f"upstream's {whole['params']['kernel']}"
         lines.append((sizes(whole), path, why))
@@ -55,6 +55,12 @@ def sizes(row: Facts) -> str:
 def when(row: Facts) -> str:
     """The date of the measurement that chose a row, ISO."""
     return str(row["provenance"]).split(", ")[1] if row["measured"] else "not measured"
+
+
+def oldest(dates: Iterable[str]) -> str:
+    """The oldest of some `when`, and whether others were not measured."""
+    found = sorted(set(dates))
+    return f"{found[0]}, in part" if len(found) > 1 and "not measured" in found else found[0]
 
 
 def columns(table: Iterable[tuple[str, ...]], indent: int) -> list[str]:

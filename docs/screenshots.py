@@ -44,7 +44,6 @@ COMMANDS = {
     "seams": ["seams"],
 }
 COLUMNS = 80
-CUT = "dsv4 on "
 
 
 def render() -> dict[Path, str]:
@@ -114,8 +113,6 @@ def printed(args: list[str]) -> list[str]:
 
 def _drawn(args: list[str]) -> str:
     command, *lines = printed(args)
-    if CUT in "\n".join(lines):  # the other families look alike
-        lines = [*lines[: next(n for n, line in enumerate(lines) if line.startswith(CUT))], "…"]
     height = 18
     parts = [box(0.5, 0.5, COLUMNS * 7.85 + 31, height * (len(lines) + 1) + 23, "paper")]
     parts.append(text(16, 26, command, "mono bold"))

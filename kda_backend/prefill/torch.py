@@ -140,6 +140,11 @@ def as_stored(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def write_snapshots(
     state: StateRef, offsets: tuple[int, ...], chunk: torch.Tensor, after: torch.Tensor
 ) -> None:
+    """Store the snapshots that a call asks for.
+
+    Args:
+        chunk: the state before each chunk; after: behind each sequence.
+    """
     snapshots, chunks = state.snapshots, state.snapshot_chunks
     assert snapshots is not None and chunks is not None
     slots = None if state.snapshot_indices is None else state.snapshot_indices.tolist()
