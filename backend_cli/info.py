@@ -273,7 +273,7 @@ def _by_rows(
 
 
 def _difference(features: frozenset[str], of_most: frozenset[str]) -> str:
-    """What a model that is served so may require, beside what the first kind may."""
+    """Requirements that a model served so may have, beside those of the first kind."""
     words = [
         f"{word} {', '.join(sorted(names))}"
         for word, names in (("with", features - of_most), ("without", of_most - features))
