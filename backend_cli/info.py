@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import json
 import platform
-import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,13 +15,20 @@ from rich.console import Console
 
 from backend_cli.errors import BadInputError
 from backend_cli.families import table_of
-from backend_cli.terminal import plain_console
+from backend_cli.rows import facts, oldest, short_rows, sizes, when
+from backend_cli.terminal import plain_console, wrapped
 from backend_core import __version__
 from backend_core.engines import ENGINES, seams
 from backend_core.family import Family, families
 from backend_core.strict import strict_mode
-from backend_core.tables.schema import LIMITS, Operator
-from backend_core.tables.select import PathRow, PathTable, explain, feature_sets
+from backend_core.tables.schema import UPSTREAM, Operator
+from backend_core.tables.select import (
+    PathRow,
+    PathTable,
+    explain,
+    feature_sets,
+    shipped_directory,
+)
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 SCHEMA = 3
@@ -154,23 +160,15 @@ def _operator(table: PathTable, operator: Operator, requires: frozenset[str]) ->
 
 
 def _selection(requires: frozenset[str], rows: Iterable[PathRow]) -> dict[str, Any]:
-    return {
-        "requires": sorted(requires),
-        "rows": [
-            {
-                "path": row.path.name,
-                "low": row.low,
-                "high": row.high,
-                **{limit: getattr(row.path, limit) for limit in LIMITS},
-                "refusal": row.refusal,
-                "params": row.path.params_dict(),
-                "features": sorted(row.path.features),
-                "measured": row.path.measured,
-                "provenance": row.path.provenance,
-            }
-            for row in rows
-        ],
-    }
+    return {"requires": sorted(requires), "rows": [facts(row) for row in rows]}
+
+
+def shown_table(file: str) -> str:
+    """A table's file, without the folder of those that ship with the package."""
+    shipped = shipped_directory()
+    if Path(file).is_relative_to(shipped):
+        return f"shipped {Path(file).relative_to(shipped)}"
+    return file
 
 
 def _version(package: str) -> str | None:
@@ -211,78 +209,83 @@ def _print_family(
         console.print(f"{title}: {family['error']}", soft_wrap=True)
         return
     served = {
-        (row["path"], _when(row))
+        (row["path"], when(row))
         for operator in family["operators"]
         for selection in operator["selections"]
         for row in selection["rows"]
     }
     if len(served) == 1 and not (verbose or refused):
-        ((path, when),) = served
-        console.print(f"{title}: {path} serves every call, {when}", soft_wrap=True)
+        ((path, date),) = served
+        console.print(f"{title}: {path} serves every call, {date}", soft_wrap=True)
         return
-    _print_lines(f"{title}, from {family['table']}", 0)
+    print(wrapped(f"{title}, from {shown_table(family['table'])}"))
+    if not (verbose or refused):
+        _print_short(family["operators"])
+        return
     for operator in family["operators"]:
-        _print_lines(f"{operator['operator']}, sizes in {operator['grid']}", 2)
+        print(wrapped(f"{operator['operator']}, sizes in {operator['grid']}", 2))
         for selection in operator["selections"]:
-            needs = ", ".join(selection["requires"])
-            if needs:
-                _print_lines(f"{'with' if refused else 'at most with'} {needs}", 4)
-            rows = [row for row in selection["rows"] if verbose or refused or not row["refusal"]]
+            if needs := ", ".join(selection["requires"]):
+                print(wrapped(f"{'with' if refused else 'at most with'} {needs}", 4))
             if verbose:
-                _print_rows(rows)
+                _print_rows(selection["rows"])
                 continue
-            for size, path, why in _short_rows(rows):
-                _print_lines(f"{size:38}  {path:15}  {why}", 6)
+            for size, path, why in short_rows(selection["rows"]):
+                print(wrapped(f"{size:28}  {path:15}  {why}", 6))
 
 
-def _print_lines(text: str, indent: int) -> None:
-    """A paragraph whose words stay whole."""
-    more = " " * indent
-    wrapped = textwrap.TextWrapper(
-        max(40, plain_console(soft_wrap=False).width),
-        initial_indent=more,
-        subsequent_indent=more + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    print(wrapped.fill(text))
+def _print_short(operators: Sequence[dict[str, Any]]) -> None:
+    """A line for each row that serves; models of several kinds follow what tells them apart."""
+    width = max(len(operator["operator"]) for operator in operators)
+    for operator in operators:
+        name, groups = operator["operator"], _by_rows(operator["selections"])
+        of_most = groups[0][0]
+        for features, rows in groups:
+            if features is not of_most:
+                print(wrapped(_difference(features, of_most), 4))
+            for size, path, date in rows:
+                print(f"  {name:{width}}  {size:28}  {path:15}  {date}")
+                name = ""
+        if any(" to " in size for _, rows in groups for size, *_ in rows):
+            print(wrapped(f"sizes in {operator['grid']}", 4))
+        every = [row for selection in operator["selections"] for row in selection["rows"]]
+        kernels = {row["params"]["kernel"] for row in every if row["path"] == UPSTREAM}
+        if kernels:
+            left = ", ".join(sorted(kernels))
+            print(wrapped(f"in an engine some calls are left to {left} (kda-dsv4 serve)", 4))
+
+
+def _by_rows(
+    selections: Iterable[dict[str, Any]],
+) -> list[tuple[frozenset[str], list[tuple[str, str, str]]]]:
+    """The features of the models that have the same sizes and paths, and those with their dates."""
+    merged: dict[tuple[tuple[str, str], ...], tuple[frozenset[str], list[str]]] = {}
+    for selection in selections:
+        rows = short_rows(row for row in selection["rows"] if not row["refusal"])
+        key = tuple((size, path) for size, path, _ in rows)
+        features, dates = merged.get(key, (frozenset(), [date for *_, date in rows]))
+        dates = [oldest(pair) for pair in zip(dates, (date for *_, date in rows), strict=True)]
+        merged[key] = features | frozenset(selection["requires"]), dates
+    return [
+        (features, [(*row, date) for row, date in zip(key, dates, strict=True)])
+        for key, (features, dates) in merged.items()
+    ]
+
+
+def _difference(features: frozenset[str], of_most: frozenset[str]) -> str:
+    """Requirements that a model served so may have, beside those of the first kind."""
+    words = [
+        f"{word} {', '.join(sorted(names))}"
+        for word, names in (("with", features - of_most), ("without", of_most - features))
+        if names
+    ]
+    return ", ".join(words) or "otherwise"
 
 
 def _print_rows(rows: Iterable[dict[str, Any]]) -> None:
     """All that a table says of each row."""
     for row in rows:
-        _print_lines(f"{_size(row)}: {row['path']}", 6)
-        _print_lines(f"refused: {row['refusal']}" if row["refusal"] else row["provenance"], 8)
+        print(wrapped(f"{sizes(row)}: {row['path']}", 6))
+        print(wrapped(f"refused: {row['refusal']}" if row["refusal"] else row["provenance"], 8))
         if row["params"]:
-            _print_lines(" ".join(f"{key}={value}" for key, value in row["params"].items()), 8)
-
-
-def _short_rows(rows: Iterable[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Size, path and the oldest date; rows of adjacent sizes that differ in launch parameters are
-    one."""
-    lines = []
-    for (path, _), group in itertools.groupby(rows, _kind):
-        members = list(group)
-        whole = members[0] | {"high": members[-1]["high"]}
-        why = f"refused: {whole['refusal']}" if whole["refusal"] else min(map(_when, members))
-        lines.append((_size(whole), path, why))
-    return lines
-
-
-def _kind(row: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
-    return row["path"], (row["refusal"], *(row[limit] for limit in LIMITS))
-
-
-def _size(row: dict[str, Any]) -> str:
-    if row["low"] is None:
-        return "none"
-    every = row["low"] == 1 and row["high"] is None
-    words = ["any size" if every else f"{row['low']} to {row['high'] or 'any'}"]
-    limits = {"max_longest": "longest <= ", "min_longest": "longest >= ", "max_width": "heads <= "}
-    words += [f"{limits[name]}{row[name]}" for name in LIMITS if row[name] is not None]
-    return ", ".join(words)
-
-
-def _when(row: dict[str, Any]) -> str:
-    """The date of the measurement that chose a row, ISO."""
-    return str(row["provenance"]).split(", ")[1] if row["measured"] else "not measured"
+            print(wrapped(" ".join(f"{key}={value}" for key, value in row["params"].items()), 8))

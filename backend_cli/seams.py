@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from backend_core.engines import ENGINES
 from backend_core.engines.seams import Finding, Part, hold, parts_of
 from backend_core.engines.sources import Read, Sources, installed, of_wheel
 
+_STATES = ("hold", "changed", "differ")
 ENGINES_WITH_SEAMS = tuple(name for name in ENGINES if any(parts_of(name)))
 
 
@@ -28,8 +30,11 @@ def seams(
     failing: Annotated[
         bool, typer.Option("--failing", help="Print only what is not as expected.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print each name that is relied on.")
+    ] = False,
 ) -> None:
-    """Show what the adapters rely on in the installed engines, or in a wheel, and whether it holds.
+    """Show whether what the adapters rely on is in the installed engines, or in a wheel.
 
     Ends with 1 where something does not hold.
     """
@@ -41,9 +46,10 @@ def seams(
         sources = Sources(read)
         found = {part: hold(part, sources) for part in parts_of(engine)}
         print(_title(engine, version, found))
+        width = max(len(part.name) for part in found)
         for part, findings in found.items():
             failed |= any(finding.differs for finding in findings)
-            _print(part, findings, failing)
+            _print(part, findings, width, failing=failing, verbose=verbose)
     raise typer.Exit(int(failed))
 
 
@@ -66,10 +72,9 @@ def _of_wheel(file: Path) -> tuple[str, str, Read]:
 
 
 def _title(engine: str, version: str, found: dict[Part, list[Finding]]) -> str:
-    states = Counter(_state(finding) for findings in found.values() for finding in findings)
     tested = "tested" if ENGINES[engine].is_tested(version) else "not tested"
-    counts = ", ".join(f"{states[name]} {name}" for name in ("hold", "changed", "differ"))
-    return f"{engine} {version}, {tested}: {counts}"
+    every = [finding for findings in found.values() for finding in findings]
+    return f"{engine} {version}, {tested}: {_counts(every, _STATES)}"
 
 
 def _state(finding: Finding) -> str:
@@ -78,13 +83,22 @@ def _state(finding: Finding) -> str:
     return "changed" if finding.changed else "hold"
 
 
-def _print(part: Part, findings: list[Finding], failing: bool) -> None:
+def _counts(findings: list[Finding], states: Iterable[str]) -> str:
+    number = Counter(map(_state, findings))
+    return ", ".join(f"{number[state]} {state}" for state in states)
+
+
+def _print(
+    part: Part, findings: list[Finding], width: int, *, failing: bool, verbose: bool
+) -> None:
+    """A line for the part, and one for each of its seams that is not as expected."""
     states = {_state(finding) for finding in findings}
     if failing and states == {"hold"}:
         return
     verdict = "not served" if "differ" in states else "served"
-    print(f"  {part.name}: {verdict}")
+    found = _counts(findings, [state for state in _STATES if state in states])
+    print(f"  {part.name:{width}}  {verdict:10}  {found}")
     for finding in findings:
         state = _state(finding)
-        if not failing or state != "hold":
+        if state != "hold" or (verbose and not failing):
             print(f"    {state:8}{finding.differs or finding.seam.place}")

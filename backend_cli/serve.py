@@ -14,7 +14,8 @@ import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.files import read_json
-from backend_cli.terminal import shown_command
+from backend_cli.rows import columns, facts, short_rows
+from backend_cli.terminal import shown_command, wrapped
 from backend_core.bounded import CONFIG_BYTES
 from backend_core.engines import ENGINES, flag_name, seams
 from backend_core.engines.seam_list import SGLANG_FLAG, VLLM_FLAG
@@ -40,9 +41,7 @@ def serve(
 ) -> None:
     """Run vLLM or sglang with this package; further arguments go to the engine."""
     command, lines = prepare(engine, model, context.args)
-    for line in lines:
-        print(line)
-    print(shown_command(shlex.join(command)), flush=True)
+    print(*lines, "", shown_command(shlex.join(command)), sep="\n", flush=True)
     if not dry_run:
         os.execvp(command[0], command)
 
@@ -65,9 +64,10 @@ def prepare(engine: str, model: str, arguments: list[str]) -> tuple[list[str], l
     target = detect_target()
     if target.vendor == "cpu":
         raise CliError(f"{engine} needs a GPU for this model, and there is none here")
-    serving, paths = _describe(candidates, target, config, ranks)
+    serving, paths = _describe(candidates, target, config, ranks, engine)
+    gpus = f"{ranks} GPU{'s' if ranks > 1 else ''}"
     lines = [
-        f"{engine} {version} on {target.name} ({target.arch}), {ranks} GPUs",
+        f"{engine} {version} on {target.name} ({target.arch}), {gpus}",
         seams.in_words(engine),
         *paths,
     ]
@@ -121,7 +121,7 @@ def _families_of(config: dict[str, Any]) -> list[Family]:
 
 
 def _describe(
-    candidates: list[Family], target: Target, config: dict[str, Any], ranks: int
+    candidates: list[Family], target: Target, config: dict[str, Any], ranks: int, engine: str
 ) -> tuple[Family, list[str]]:
     """The first family that has kernel paths for the model here, and every family's paths in lines.
 
@@ -134,15 +134,19 @@ def _describe(
     reasons: list[str] = []
     for family in candidates:
         try:
-            described = family.describe_model(target, config, ranks)
+            described = family.describe_model(target, config, ranks, engine)
         except LookupError as error:
             reasons.append(str(error))
-            lines.append(f"{family.title}: upstream code, {error}")
+            lines += ["", family.title, wrapped(f"upstream's code, since {error}", 2)]
             continue
         except ValueError as error:
             raise BadInputError(str(error)) from error
         serving.append(family)
-        lines += [f"{family.title}:", *described]
+        lines += ["", family.title, *(wrapped(note, 2) for note in described.notes)]
+        rows = described.rows.items()
+        lines += columns(
+            [(name, *row) for name, found in rows for row in short_rows(map(facts, found))], 2
+        )
     if not serving:
         raise CliError(f"this machine has no kernel path for this model: {'; '.join(reasons)}")
     return serving[0], lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 import threading
 import time
 from types import TracebackType
@@ -19,6 +20,19 @@ LINE_SECONDS = 10.0
 def plain_console(*, width: int | None = None, soft_wrap: bool = True) -> Console:
     """stdout without colours, markup or emoji; lines are not broken unless they are in a table."""
     return Console(highlight=False, markup=False, emoji=False, width=width, soft_wrap=soft_wrap)
+
+
+def wrapped(text: str, indent: int = 0) -> str:
+    """A paragraph as wide as the terminal, whose words stay whole."""
+    more = " " * indent
+    wrapper = textwrap.TextWrapper(
+        max(40, plain_console(soft_wrap=False).width),
+        initial_indent=more,
+        subsequent_indent=more + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapper.fill(text)
 
 
 def visible(text: str) -> str:

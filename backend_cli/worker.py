@@ -114,7 +114,7 @@ class Workers:
         self.drop()
 
     def ask(self, line: str, timeout: float) -> dict[str, Any]:
-        """As `Worker.ask`."""
+        """Ask as `Worker.ask` does."""
         try:
             self._worker = self._worker or Worker(*self._start)
             return self._worker.ask(line, timeout)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
     from backend_core.tables.schema import KernelPath, TableSchema
+    from backend_core.tables.select import PathRow
     from backend_core.target import Target
 
 PACKAGES = ("kda_backend", "dsv4_backend", "mla_backend", "block_sparse_backend")
@@ -34,6 +35,18 @@ Measure: TypeAlias = "Callable[[KernelPath, Target, str, int, int], Callable[[],
 """(path, target, measure, grid, heads) -> a call to be timed, on tensors of the GPU."""
 
 
+class ModelPaths(NamedTuple):
+    """The paths that would serve one rank of a model.
+
+    Attributes:
+        notes: sentences, of how the model is split and which calls are served.
+        rows: the tables' rows that serve, by operator and what else tells calls apart.
+    """
+
+    notes: Sequence[str]
+    rows: Mapping[str, Sequence[PathRow]]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Family:
     """One family of operators: what the program, the tests and the engines' flags ask of it.
@@ -45,8 +58,9 @@ class Family:
         layer_kinds: that an engine's flag hands to the family: ``linear_attention``, ``mla``,
             ``sparse_mla``, ``compressor``.
         model_refusal: one sentence that says why no layer of a model is this family's, or ``None``.
-        describe_model: (target, config, ranks) -> which paths would serve a rank of the model,
-            in lines. Raises LookupError where none can, ValueError where the config cannot be read.
+        describe_model: (target, config, ranks, engine) -> the paths that would serve a rank of the
+            model in ``"vllm"`` or ``"sglang"``.
+            Raises LookupError where none can, ValueError where the config cannot be read.
         check_cases: the calls that a path must get right, by name, the quick ones first; none for
             the path that others are compared with.
         interpretable: names of the paths that are written in Triton alone, which Triton's
@@ -67,7 +81,7 @@ class Family:
     tables: TableSchema
     layer_kinds: frozenset[str]
     model_refusal: Callable[[ModelConfig], str | None]
-    describe_model: Callable[[Target, ModelConfig, int], list[str]]
+    describe_model: Callable[[Target, ModelConfig, int, str], ModelPaths]
     check_cases: Callable[[KernelPath], Mapping[str, CheckCase]]
     interpretable: frozenset[str]
     tune_space: Callable[[KernelPath], TuneSpace]

@@ -146,7 +146,7 @@ class Selection(Generic[Spec, Run]):
 def choose(
     table: PathTable, name: str, target: Target, spec: Spec, *, upstream: str | None = None
 ) -> Selection[Spec, Any]:
-    """As `select`, from a table that was read before."""
+    """Choose as `select` does, from a table that was read before."""
     operator = table.schema.operator(name)
     requires = operator.requires(spec)
     rows = explain(table, name, requires, upstream=upstream)

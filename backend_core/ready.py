@@ -55,7 +55,7 @@ class Ready(Generic[Values, Result]):
 
 
 class Prepared(dict[Hashable, Any]):
-    """What calls of one plan have in common, by their layout: checked, chosen and packed once.
+    """Results for calls of one plan, by their layout: checked, chosen and packed once.
 
     It is the plan's, and dies with it; it holds addresses of the plan's tensors, and none of a
     call's. Where there is no plan it belongs to one layout of calls, and stands for it: it is

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from backend_core.family import CheckCase, Family, ModelConfig, TuneSpace
+from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
 from block_sparse_backend.launch_params import TABLES
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def model_refusal(config: ModelConfig) -> str:
     return "block-sparse attention serves video models, which ask for it by name"
 
 
-def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
+def describe_model(target: Target, config: ModelConfig, ranks: int, engine: str) -> ModelPaths:
     """Raises LookupError: no layer of a language model is served."""
     raise LookupError(model_refusal(config))
 

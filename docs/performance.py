@@ -119,6 +119,10 @@ def _headline() -> str:
     bounded = [row for row in prefill["rows"] if row["gate"] == "bounded"]
     compressor = load("dsv4_compressor_h200.json")["rows"]
     compressor = [row for row in compressor if row.get("layout") == "paged"]
+    mla_report, sparse = mla.decode_report(), load(block_sparse.RESULT)
+    decodes = mla.decode_ratios(mla_report)
+    flex = block_sparse.ratios(sparse, "FlexAttention")
+    sparge = block_sparse.ratios(sparse, "SpargeAttn")
     rows = [
         (
             f"KDA prefill, unbounded gate, {len(unbounded)} shapes",
@@ -140,6 +144,13 @@ def _headline() -> str:
             "vLLM, Triton and CuTe DSL",
             [min(dsv4.compressor_peers(row)) / row["ours_gpu_ms"] for row in compressor],
         ),
+        (
+            f"MLA decode, {len(decodes)} sizes",
+            ", ".join(mla.PEERS.values()),
+            list(decodes.values()),
+        ),
+        (f"Block-sparse attention, {len(flex)} sizes", "FlexAttention", flex),
+        (f"Block-sparse attention in 8 bits, {len(sparge)} sizes", "SpargeAttn", sparge),
         *(_headline_of_engine(name) for name in (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES)),
     ]
     cells = [
@@ -148,7 +159,7 @@ def _headline() -> str:
     titles = ["operator", "compared with the fastest of", "speed-up, geometric mean", "range"]
     lines = table(titles, cells)
     pairs = (load(name)["date"] for name in (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES))
-    dates = sorted({prefill["date"], decode["date"], *pairs})
+    dates = sorted({*pairs, *(x["date"] for x in (prefill, decode, mla_report, sparse))})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     intro = [
         f"Measured on one {prefill['gpu']} in bf16, or on several of one host where a row says so,",

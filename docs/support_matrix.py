@@ -48,7 +48,7 @@ and the files under `benchmarks/results/`; CI fails where it is out of date.
 
 
 def _of_sglang(model: str) -> str:
-    """What has been shown of a model's KDA layers in sglang."""
+    """The tests that a model's KDA layers have passed in sglang."""
     file = RESULTS / f"sglang_{model}.json"
     if not file.exists():
         return "the kernel of the KDA layers; tested with random inputs only"
@@ -207,7 +207,7 @@ def _engines() -> list[str]:
         "|---" * (len(columns) + 3) + "|",
     ]
     for engine in ENGINES.values():
-        adapters = ["yes" if has_adapter(package, engine.name) else "no" for package in FAMILIES]
+        adapters = [adapter_of(package, engine.name) for package in FAMILIES]
         files = [f"[{file.name}]({_link(file)})" for file in _files_of(engine.name)]
         shown = ", ".join(files)
         if not files:
@@ -218,12 +218,13 @@ def _engines() -> list[str]:
     return lines
 
 
-def has_adapter(package: str, engine: str) -> bool:
-    """Whether a family's package has an adapter of its operators for the engine."""
-    try:
-        return importlib.util.find_spec(f"{package}.engines.{engine}") is not None
-    except ModuleNotFoundError:  # the family has no adapters at all
-        return False
+def adapter_of(package: str, engine: str) -> str:
+    """The cell of a family's adapter for an engine, or for its server of videos alone."""
+    if importlib.util.find_spec(f"{package}.engines.{engine}") is not None:
+        return "yes"
+    if importlib.util.find_spec(f"{package}.engines.{engine}_diffusion") is not None:
+        return f"[of its video server](engines/{engine}.md#its-video-server)"
+    return "no"
 
 
 def _files_of(engine: str) -> list[Path]:

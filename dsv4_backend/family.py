@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from backend_core.family import CheckCase, Family, ModelConfig, TuneSpace
-from backend_core.tables.select import load_table
+from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
+from backend_core.tables.schema import UPSTREAM
+from backend_core.tables.select import PathRow, PathTable, explain, load_table, serving
 from dsv4_backend.launch_params import TABLES
 
 if TYPE_CHECKING:
@@ -50,18 +51,35 @@ def model_refusal(config: ModelConfig) -> str | None:
     return "DeepSeek-V4's compressor needs the model_type deepseek_v4 or deepseek_v41"
 
 
-def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
-    """The paths of each operator; every rank has all of a layer's compressor.
+def describe_model(target: Target, config: ModelConfig, ranks: int, engine: str) -> ModelPaths:
+    """The paths of each operator in ``"vllm"`` or ``"sglang"``.
+
+    Every rank has all of a layer's compressor.
 
     Raises:
         LookupError: no table for the target.
     """
-    names: dict[str, list[str]] = {}
-    for row in load_table(TABLES, target).rows:
-        of_operator = names.setdefault(row.operator, [])
-        if row.name not in of_operator:
-            of_operator.append(row.name)
-    return [f"{operator}: {', '.join(paths)}" for operator, paths in names.items()]
+    table = load_table(TABLES, target)
+    is_v41 = config.get("model_type") == "deepseek_v41"
+    operators = (
+        operator
+        for operator in TABLES.operator_names
+        if is_v41 == (operator == "low_ratio") and not operator.startswith("in_place")
+    )
+    return ModelPaths([], {operator: _rows(table, operator, engine) for operator in operators})
+
+
+_STATES = {"vllm": "paged", "sglang": "ring"}
+"""The layout of a compressor's states in each engine."""
+
+
+def _rows(table: PathTable, operator: str, engine: str) -> list[PathRow]:
+    """The rows that serve an engine; sglang has a kernel of its own to which rows leave calls."""
+    declared = [row for row in table.rows if row.operator == operator]
+    kernels = [row.params.kernel for row in declared if row.name == UPSTREAM]
+    upstream = kernels[0] if kernels and engine == "sglang" else None
+    needs = [_STATES[engine]] if any(row.features for row in declared) else []
+    return serving(explain(table, operator, frozenset(needs), upstream=upstream))
 
 
 def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:

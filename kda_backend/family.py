@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from backend_core.family import CheckCase, Family, ModelConfig, TuneSpace
+from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
+from backend_core.tables.select import serving
 from kda_backend.launch_params import TABLES
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ def model_refusal(config: ModelConfig) -> str | None:
     )
 
 
-def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
-    """The table's choices for one of ``ranks`` GPUs that serve the model together.
+def describe_model(target: Target, config: ModelConfig, ranks: int, engine: str) -> ModelPaths:
+    """The paths for one of ``ranks`` GPUs that serve the model together.
 
     Raises:
         ValueError: the configuration has no heads, or they cannot be split over the ranks.
@@ -76,8 +77,8 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
     if heads % ranks:
         raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
     chosen = select(target, KdaShape(heads // ranks, heads // ranks, dim, dim, bounded))
-    rows = (row for operator in chosen.operators for row in operator.explained if not row.refusal)
-    return [f"{heads // ranks} heads per GPU", *map(str, rows)]
+    rows = {each.operator.name: serving(each.explained) for each in chosen.operators}
+    return ModelPaths([f"{heads // ranks} heads per GPU"], rows)
 
 
 def _is_glm(config: ModelConfig) -> bool:

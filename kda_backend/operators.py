@@ -48,7 +48,7 @@ from kda_backend.step_plan import StepPlan, build_step_plan, check_cu_seqlens, p
 
 
 class SequencesResult(NamedTuple):
-    """What a prefill or the recurrence returns.
+    """Results of a prefill or of the recurrence.
 
     Attributes:
         out: ``[B, T, HV, V]``.

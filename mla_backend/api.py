@@ -105,7 +105,7 @@ def mla_decode(
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """What checked calls that agree have in common; compared by identity."""
+    """The path and strides of checked calls that agree; compared by identity."""
 
     path: MlaPath
     strides_q_t: tuple[int, int]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from backend_core.family import CheckCase, Family, ModelConfig, TuneSpace
+from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
+from backend_core.tables.select import serving
 from mla_backend.launch_params import TABLES
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 ENGINE_KERNEL = "fa3"
-"""What engines decode dense MLA with on Hopper: FlashAttention 3."""
+"""The kernel with which engines decode dense MLA on Hopper: FlashAttention 3."""
 
 
 def model_refusal(config: ModelConfig) -> str | None:
@@ -31,8 +32,8 @@ def model_refusal(config: ModelConfig) -> str | None:
     return None
 
 
-def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]:
-    """Which steps of one of ``ranks`` GPUs are served, and by which paths.
+def describe_model(target: Target, config: ModelConfig, ranks: int, engine: str) -> ModelPaths:
+    """The steps that one of ``ranks`` GPUs serves, and their paths.
 
     Raises:
         ValueError: the configuration has no heads, or they cannot be split over the ranks.
@@ -49,15 +50,15 @@ def describe_model(target: Target, config: ModelConfig, ranks: int) -> list[str]
     if paths.refused:
         raise LookupError(paths.why)
     selection = paths.served["decode"]
-    return [
+    notes = [
         f"{heads} heads per GPU",
         f"decode steps of {sizes_in_words(selection)} requests, where {result_file(selection)} has"
         f" them ahead of {ENGINE_KERNEL}",
-        *(str(row) for row in selection.explained if not row.refusal),
     ]
+    return ModelPaths(notes, {"mla_decode": serving(selection.explained)})
 
 
-def _describe_sparse(target: Target, heads: int) -> list[str]:
+def _describe_sparse(target: Target, heads: int) -> ModelPaths:
     """DeepSeek-V4's attention in vLLM and sglang."""
     from mla_backend.beside import result_file
     from mla_backend.engines.sparse_layer import FLASHMLA, calls_in_words, sparse_paths
@@ -65,15 +66,15 @@ def _describe_sparse(target: Target, heads: int) -> list[str]:
     paths = sparse_paths(target, heads)
     if not paths.served:
         raise LookupError(paths.why)
-    lines = [f"{heads} heads per GPU"]
+    notes, rows = [f"{heads} heads per GPU"], {}
     for phase, selection in paths.served.items():
         source = result_file(selection)
         calls = calls_in_words(phase, selection)
-        lines.append(f"attention in {calls}, where {source} has them ahead of {FLASHMLA}")
-        lines += [str(row) for row in selection.explained if not row.refusal]
+        notes.append(f"attention in {calls}, where {source} has them ahead of {FLASHMLA}")
+        rows[f"sparse_mla, {phase}"] = serving(selection.explained)
     for phase, why in paths.refused.items():
-        lines.append(f"attention in {phase}s: {FLASHMLA}, since {why}")
-    return lines
+        notes.append(f"attention in {phase}s: {FLASHMLA}, since {why}")
+    return ModelPaths(notes, rows)
 
 
 def _heads(config: ModelConfig, ranks: int) -> int:
@@ -97,7 +98,7 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
 
 
 def tune_space(path: KernelPath) -> TuneSpace:
-    """What ``tune`` tries of a path's launch parameters."""
+    """Values that ``tune`` tries of a path's launch parameters."""
     if path.operator != "mla_decode":
         return {}
     if path.name == "triton":

@@ -1,4 +1,4 @@
-"""What an MLA layer is."""
+"""The description of an MLA layer."""
 
 from __future__ import annotations
 

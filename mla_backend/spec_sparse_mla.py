@@ -1,4 +1,4 @@
-"""What a layer of sparse MLA is: DeepSeek-V4's attention to named rows of one or two caches."""
+"""A layer of sparse MLA: DeepSeek-V4's attention to named rows of one or two caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step has to do: made once on the device from the lengths, shared by all layers."""
+"""The work of one step: made once on the device from the lengths, shared by all layers."""
 
 from __future__ import annotations
 

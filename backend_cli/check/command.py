@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from backend_cli.check.probes import WORKER, Probe, probes
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.files import check_writable, write_json
-from backend_cli.info import build_report
-from backend_cli.terminal import Bar, plain_console
+from backend_cli.info import build_report, shown_table
+from backend_cli.rows import columns
+from backend_cli.terminal import Bar
 from backend_cli.worker import Workers, ask_all
-from backend_core.tables.select import shipped_directory
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 SCHEMA = 2
@@ -49,6 +49,9 @@ def check(
             min=1.0, max=86_400.0, help="Most seconds for one call, including compilation."
         ),
     ] = 120.0,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show each call with its error.")
+    ] = False,
 ) -> None:
     """Run every kernel that this machine's tables can choose and compare it with float64."""
     target = _target(interpret)
@@ -57,7 +60,7 @@ def check(
     report = run(target, interpret is not None, jobs or _default_jobs(target), timeout)
     if json_path is not None:
         write_json(json_path, report)
-    _print_report(report)
+    _print_report(report, verbose=verbose)
     if report["failures"] or not report["checked"]:
         raise typer.Exit(1)
 
@@ -129,9 +132,8 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
 def _info(target: Target) -> dict[str, Any]:
     report = build_report([target], frozenset())
     for family in report["targets"][0]["families"]:
-        table = family["table"]
-        if table is not None and Path(table).is_relative_to(shipped_directory()):
-            family["table"] = f"shipped {Path(table).relative_to(shipped_directory())}"
+        if family["table"] is not None:
+            family["table"] = shown_table(family["table"])
     return report
 
 
@@ -163,37 +165,70 @@ def _default_jobs(target: Target) -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // (1 if target.vendor == "cpu" else 2)))
 
 
-def _print_report(report: dict[str, Any]) -> None:
-    width = None if sys.stdout.isatty() else 120
-    console = plain_console(width=width, soft_wrap=False)
+def _print_report(report: dict[str, Any], *, verbose: bool) -> None:
+    """One line for each row of the tables, then a sentence for each call that is not right."""
     info = report["info"]
     (target,) = info["targets"]
     versions = [f"{name} {version}" for name, version in info["packages"].items() if version]
     how = "interpreted on the CPU" if report["interpreted"] else f"{target['arch']}"
-    console.print(f"{target['name']} ({how}), {', '.join(versions)}", soft_wrap=True)
-    table = Table(
-        "kernels", "path", "grids", "call", "error", "allowed", "", box=None, pad_edge=False
-    )
+    print(f"{target['name']} ({how}), {', '.join(versions)}")
+    rows = [(key, list(calls)) for key, calls in itertools.groupby(report["results"], _row)]
+    cells = [(*key[1:4], _error(calls), _calls(calls)) for key, calls in rows]
+    lines = columns([("", "path", "sizes", "error", "calls"), *cells], 2)
+    print(lines[0])
+    family = ""
+    for ((named, *_), calls), line in zip(rows, lines[1:], strict=True):
+        if named != family:
+            family = named
+            print(family)
+        print(line)
+        if verbose:
+            _print_calls(calls)
     for row in report["results"]:
-        error, allowed = (
-            "" if row[key] is None else f"{row[key]:.1e}" for key in ("error", "allowed")
-        )
-        kernels = f"{row['family']} {row['operator']}"
-        table.add_row(
-            kernels, row["path"], row["grids"], row["case"], error, allowed, row["status"]
-        )
-    console.print(table)
-    for row in report["results"]:
-        if row["status"] != "ok":
+        if row["status"] not in ("ok", "skipped"):
             what = f"{row['family']} {row['operator']} {row['path']} {row['case']}".strip()
-            console.print(f"{row['status']}: {what}: {row['message']}", soft_wrap=True)
+            print(f"{row['status']}: {what}: {row['message']}")
     if target["vendor"] == "cpu":
-        console.print(
+        print(
             "no GPU here, so nothing was compiled; --interpret H200 runs that part's Triton "
-            "kernels on the CPU",
-            soft_wrap=True,
+            "kernels on the CPU"
         )
-    console.print(
+    largest = _error(report["results"])
+    errors = f"errors of up to {largest} of what is allowed, " if largest else ""
+    print(
         f"check: {report['checked'] - report['failures']} of {report['checked']} calls right, "
-        f"{report['seconds']:.0f} s"
+        f"{errors}{report['seconds']:.0f} s"
     )
+
+
+def _row(result: dict[str, Any]) -> tuple[str, ...]:
+    """The table's row that a call was made of."""
+    names = ("family", "operator", "path", "grids")
+    return (*(result[name] for name in names), repr(result["params"]))
+
+
+def _calls(calls: list[dict[str, Any]]) -> str:
+    """The number of right calls, or why none was made."""
+    if all(call["status"] == "skipped" for call in calls):
+        return str(calls[0]["message"])
+    right = sum(call["status"] == "ok" for call in calls)
+    return f"{right} right" if right == len(calls) else f"{right} of {len(calls)} right"
+
+
+def _error(calls: list[dict[str, Any]]) -> str:
+    """The largest share of the allowed error that a call used."""
+    shares = [_share(call) for call in calls if call["error"] is not None]
+    return f"{max(shares):.2f}" if shares else ""
+
+
+def _share(call: dict[str, Any]) -> float:
+    if call["allowed"] or not call["error"]:
+        return float(call["error"] and call["error"] / call["allowed"])
+    return math.inf
+
+
+def _print_calls(calls: list[dict[str, Any]]) -> None:
+    for call in calls:
+        if call["error"] is not None:
+            errors = f"{call['error']:.1e} of {call['allowed']:.1e}"
+            print(f"      {call['status']:7} {errors}  {call['case']}")

@@ -73,7 +73,7 @@ def probes_of(family: Family, path: KernelPath, grids: str, *, interpreted: bool
     elif interpreted and path.name not in family.interpretable:
         skip = "is not written in Triton"
     elif not (cases := family.check_cases(path)):
-        skip = "is the definition that other paths are compared with"
+        skip = "is what other paths are compared with"
     if skip is not None:
         return [Probe(family.name, path, grids, "", skip, None)]
     return [Probe(family.name, path, grids, name, None, run) for name, run in cases.items()]

@@ -197,7 +197,7 @@ class Endpoint:
         return headers
 
     def _hidden(self, text: str) -> str:
-        """What the server said, without what only this side may know."""
+        """Text of the server without the secrets that only this side may know."""
         login = self.login or ""
         return hidden(text, login.partition(":")[2], base64.b64encode(login.encode()).decode())
 

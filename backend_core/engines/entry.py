@@ -64,4 +64,4 @@ _FAMILIES = [package.removesuffix("_backend") for package in PACKAGES]
 vllm = SimpleNamespace(**{name: functools.partial(register_vllm, name) for name in _FAMILIES})
 """The entry points of ``vllm.general_plugins``, by family."""
 sglang = SimpleNamespace(**{name: functools.partial(register_sglang, name) for name in _FAMILIES})
-"""Those of ``sglang.srt.plugins``."""
+"""Entry points of ``sglang.srt.plugins``."""

@@ -1,4 +1,4 @@
-"""What this package says in an engine's log: which layers it serves, where and by which paths."""
+"""Lines for an engine's log: which layers are served, where and by which paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the flags rely on in vLLM and sglang."""
+"""Seams of the flags in vLLM and sglang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What adapters rely on in an engine, as data that is held against its source before weights load.
+"""Seams: names of an engine that adapters rely on, held against its source before weights load.
 
 An adapter lists its `Seam`s in `Part`s, one for what is served or left to the engine as a whole.
 Where a part does not hold, the engine's code serves it, and one sentence says what was expected and
@@ -59,7 +59,7 @@ class Seam:
 
 @dataclass(frozen=True)
 class Part:
-    """What is served or declined as a whole.
+    """A group of seams that is served or declined as a whole.
 
     Attributes:
         engine: ``"vllm"`` or ``"sglang"``; name: in a sentence: ``"KDA layers of Kimi-K3"``.

@@ -59,7 +59,7 @@ def of_wheel(file: Path) -> Read:
 
 
 class Definition(NamedTuple):
-    """What a module has by a name.
+    """The meaning of a name in a module.
 
     Attributes:
         module, name: where it is defined, which others may import it from; the name is dotted for
@@ -89,7 +89,7 @@ class Sources:
         return self._read(f"{file}/__init__.py") if found is None else found
 
     def _find(self, module: str, name: str) -> Definition | None:
-        """What ``name``, dotted for a member of a class, is in a module; ``None`` if nothing.
+        """Find ``name``, dotted for a member of a class, in a module; ``None`` if it is not there.
 
         A name that the module imports is looked up where it comes from, and a member in the bases
         of its class.
@@ -130,7 +130,7 @@ class Sources:
         return None
 
     def _origin(self, origin: str, name: str) -> Definition | None:
-        """What ``from origin import name`` gives."""
+        """Find the result of ``from origin import name``."""
         if not name or self.text(f"{origin}.{name}") is not None:
             return Definition(f"{origin}.{name}".rstrip("."), "", "")
         if self.text(origin) is None:  # another package's
@@ -291,7 +291,7 @@ def _is_of_scope(text: str, at: int, indent: int) -> bool:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a scope, also under conditions."""
+    """Statements of a scope, also under conditions."""
     for statement in body:
         yield statement
         for part in ("body", "orelse", "finalbody", "handlers"):

@@ -1,4 +1,4 @@
-"""What the releases of Triton call differently in Gluon: one name for 3.6 and for newer ones."""
+"""Names that Gluon changed between releases of Triton: one for 3.6 and for newer ones."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,5 +26,5 @@ else:
 
     @gluon.jit
     def reinterpret(buffer, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """As above."""
+        """Reinterpret a shared buffer, under the name of this release."""
         return buffer._reinterpret(DTYPE, SHAPE, LAYOUT)

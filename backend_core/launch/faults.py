@@ -54,7 +54,7 @@ def record(name: str, sentences: Mapping[int, str]) -> FaultRecord:
 
 
 def sentences() -> Sequence[str]:
-    """Of all records in which a kernel has written."""
+    """Sentences of all records in which a kernel has written."""
     return [text for kept in _kept.values() if (text := kept.sentence()) is not None]
 
 

@@ -88,10 +88,10 @@ class KernelLaunch:
         self._compiled: dict[tuple[object, ...], Any] = {}
         self._recent: dict[tuple[object, ...], Any] = {}
         self.argument_names = names = tuple(n for n in fn.arg_names if n not in constexprs)
-        """Of the run-time arguments, in the order of the kernel's signature."""
+        """Names of the run-time arguments, in the order of the kernel's signature."""
         self._strides = _strides(fn.__name__, names, axes or {})
         self.given = tuple(name for name in names if name not in self._strides)
-        """Of the run-time arguments, those that ``launch`` and ``prepare`` take."""
+        """Names of the run-time arguments that ``launch`` and ``prepare`` take."""
         self.launch: Callable[..., None] = self._call_by_name
         """``launch(grid, **arguments)`` on the current device and stream: by name the run-time
         arguments but for strides that are filled in. A grid is the number of programs along x, y

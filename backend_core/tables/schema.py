@@ -127,7 +127,7 @@ _ROW_KEYS = {
 _REQUIRED = ("operator", "name", "source")
 _OF_TABLE = ("source", "gpu")  # said once for the rows that do not say them
 LIMITS = ("max_longest", "min_longest", "max_width")
-"""What of a call's sequences limits a row; its lengths must be known to the host."""
+"""Limits that a row sets to a call's sequences, whose lengths the host must know."""
 
 
 @dataclass(frozen=True)

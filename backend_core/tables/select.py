@@ -55,6 +55,7 @@ __all__ = [
     "explain",
     "feature_sets",
     "load_table",
+    "serving",
     "shipped_directory",
     "unmeasured",
     "user_directory",
@@ -229,6 +230,11 @@ def explain(
         if high is not None and not row.is_limited:
             low = high + 1
     return tuple(rows)
+
+
+def serving(rows: Iterable[PathRow]) -> list[PathRow]:
+    """The rows that are not refused."""
+    return [row for row in rows if row.refusal is None]
 
 
 def _covers(before: KernelPath, row: KernelPath) -> bool:

@@ -14,6 +14,18 @@ def block_sparse() -> list[str]:
     return attention(load(RESULT))
 
 
+def ratios(report: dict[str, Any], peer: str) -> list[float]:
+    """A peer's time over ours with its quantisation, for each sparse work that both computed."""
+    ours: dict[tuple[str, str, float], float] = {}
+    theirs: dict[tuple[str, str, float], float] = {}
+    for row in report["rows"]:
+        if row["density"] < 1 and peer in row["peers"]:
+            work = row["work"], row["shape"], row["density"]
+            ours[work] = min(row["ours_whole_ms"], ours.get(work, row["ours_whole_ms"]))
+            theirs[work] = row["peers"][peer]
+    return [theirs[work] / ms for work, ms in ours.items()]
+
+
 def attention(report: dict[str, Any]) -> list[str]:
     """Each measured case beside the peers of its run."""
     rows = [row for row in report["rows"] if not row["work"].startswith("quantisation")]

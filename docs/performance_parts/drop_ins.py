@@ -19,7 +19,7 @@ _GONE = frozenset(
 
 
 _FILES = ("dropins_h200.json", "dropins_flash_mla_h200.json", "dropins_sage_h200.json")
-"""Of three runs on the same day; each one's originals were other packages."""
+"""Results of three runs on the same day; each one's originals were other packages."""
 
 
 def _is_gone(row: dict[str, Any]) -> bool:

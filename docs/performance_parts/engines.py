@@ -272,7 +272,7 @@ def _runs_of_the_mixed_load(report: dict[str, Any]) -> list[str]:
 
 
 def _memory(name: str) -> list[str]:
-    """What the GPU's memory and the cache hold after the loads of a file, as far as asked."""
+    """The GPU's memory and the cache after the loads of a file, as far as asked."""
     report = load(name)
     sides = [report["sides"][side] for side in ("upstream", "flag")]
     found = [side.get("memory_after_load_mib") for side in sides]
@@ -386,7 +386,7 @@ def recall() -> list[str]:
 
 
 def first_start() -> list[str]:
-    """What a model's first start compiles."""
+    """The kernels that a model's first start compiles."""
     name, file = "cold_start_h200.json", "seam_times.json"
     report = load(name)
     slowest = report["kernels"][0]

@@ -7,20 +7,35 @@ from typing import Any
 
 from docs.performance_parts.page import by_size, load, mean, section, table, us
 
+DECODE = "mla_decode_h200.json"
+PEERS = {
+    "flashmla": "FlashMLA",
+    "fa3": "FA3",
+    "flashinfer": "FlashInfer",
+    "vllm_triton": "vLLM's Triton",
+}
+
+
+def decode_report() -> dict[str, Any]:
+    """The result of MLA decode, without its requests behind one prompt, whose plan is deleted."""
+    report = load(DECODE)
+    report["rows"] = [row for row in report["rows"] if row["case"] != "prefix"]
+    return report
+
+
+def decode_ratios(report: dict[str, Any]) -> dict[tuple[str, int], float]:
+    """The time of the fastest peer over ours, by case and heads."""
+    return {
+        (row["case"], row["heads"]): min(row[f"{p}_us"] for p in PEERS) / row["ours_gpu_us"]
+        for row in report["rows"]
+    }
+
 
 def mla_decode() -> list[str]:
     """MLA decode beside every peer of the run."""
-    name = "mla_decode_h200.json"
-    report = load(name)
-    # its requests behind one prompt had a plan that is deleted
-    report["rows"] = [row for row in report["rows"] if row["case"] != "prefix"]
-    peers = {"flashmla": "FlashMLA", "fa3": "FA3", "flashinfer": "FlashInfer"}
-    peers |= {"vllm_triton": "vLLM's Triton"}
+    report = decode_report()
     heads = sorted({row["heads"] for row in report["rows"]})
-    ratio = {
-        (row["case"], row["heads"]): min(row[f"{p}_us"] for p in peers) / row["ours_gpu_us"]
-        for row in report["rows"]
-    }
+    ratio = decode_ratios(report)
     cells = []
     for case in dict.fromkeys(row["case"] for row in report["rows"]):
         of_case = {row["heads"]: row for row in report["rows"] if row["case"] == case}
@@ -34,15 +49,15 @@ def mla_decode() -> list[str]:
     ]
     titles = [title for count in heads for title in (f"{count} heads", "×")]
     lines = [
-        *section("MLA decode", report, name),
+        *section("MLA decode", report, DECODE),
         "",
         "bf16, times in µs without the plan, which is made once per step. × is the time of the"
-        f" fastest of {', '.join(peers.values())} over ours; its geometric mean is"
+        f" fastest of {', '.join(PEERS.values())} over ours; its geometric mean is"
         f" {', '.join(means)}. *bytes* is the time of reading the keys.",
         "",
         *table(["case", *titles, "bytes"], cells),
     ]
-    lines += mla_ceiling(report["rows"], tuple(peers))
+    lines += mla_ceiling(report["rows"], tuple(PEERS))
     plans = (
         [requests, *(f"{times[who]:.1f}" for who in ("ours", "flashmla"))]
         for requests, times in report["plan_us"].items()

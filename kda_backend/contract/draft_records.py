@@ -45,5 +45,5 @@ class Records(NamedTuple):
         return cls(correction, torch.empty(*lead, 2 * key_dim, dtype=dtype, device=device))
 
     def of_layer(self, layer: int) -> Records:
-        """Those of one of L layers."""
+        """Records of one of L layers."""
         return Records(self.correction[layer], self.key_gate[layer], self.by_norm)

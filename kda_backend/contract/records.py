@@ -89,7 +89,7 @@ def check_commit(
     kept_counts: torch.Tensor | None,
     selection: KdaSelection | None,
 ) -> CheckedCommit:
-    """All but values of a fold.
+    """Check all but values of a fold.
 
     Raises:
         ValueError: an argument is not as `kda_commit_` describes it.

@@ -40,7 +40,7 @@ def check_sequences(
     out: torch.Tensor | None,
     selection: KdaSelection | None,
 ) -> Checked:
-    """All but values: shapes, strides, dtypes, devices, and that there is a path.
+    """Check all but values: shapes, strides, dtypes, devices, and that there is a path.
 
     Raises:
         ValueError: an argument is not as the operator describes it.

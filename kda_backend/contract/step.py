@@ -55,7 +55,7 @@ def check_step(
     out: torch.Tensor | None,
     selection: KdaSelection | None,
 ) -> CheckedStep:
-    """All but values of a decode step.
+    """Check all but values of a decode step.
 
     Raises:
         ValueError: an argument is not as the operator describes it.
@@ -83,7 +83,7 @@ def check_verification(
     out: torch.Tensor | None,
     selection: KdaSelection | None,
 ) -> CheckedStep:
-    """All but values of a verification.
+    """Check all but values of a verification.
 
     Raises:
         ValueError: an argument is not as the operator describes it.

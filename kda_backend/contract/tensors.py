@@ -174,7 +174,7 @@ def check_slots(state: StateRef) -> None:
 
 
 def check_rows(name: str, indices: torch.Tensor, what: str, of: torch.Tensor) -> None:
-    """As `check_slots`, where every negative value marks padding."""
+    """Check as `check_slots` does, where every negative value marks padding."""
     if indices.is_cpu and indices.numel() and int(indices.max()) >= of.shape[0]:
         raise ValueError(
             f"{name} must be negative or a {what} below {of.shape[0]}, got {int(indices.max())}"

@@ -195,7 +195,7 @@ class StateRef(NamedTuple):
 
     @property
     def num_snapshots(self) -> int:
-        """Those of each sequence."""
+        """Snapshots of each sequence."""
         return 0 if self.snapshot_chunks is None else self.snapshot_chunks.shape[1]
 
     @property
@@ -418,7 +418,7 @@ class RecordsPath(Protocol):
     """A path of the verification from records, bound to a layer."""
 
     def prepare(self, call: VerifyCall, /) -> Callable[[VerifyCall], None]:
-        """As of a `StepPath`."""
+        """Prepare as a `StepPath` does."""
 
     def commit(self, call: CommitCall, /) -> None:
         """Bring states up to date."""
@@ -428,7 +428,7 @@ class StepPath(Protocol):
     """A path of the decode step or the verification, bound to a layer."""
 
     def prepare(self, call: Any, /) -> Callable[[Any], None]:
-        """What runs calls that are laid out as this one; it keeps no tensor of it."""
+        """Make a function that runs calls laid out as this one; it keeps no tensor of it."""
 
 
 class InTorch:

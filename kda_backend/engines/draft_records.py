@@ -10,7 +10,7 @@ VARIABLE = "KDA_DSV4_DRAFT_RECORDS"
 
 
 def asked() -> bool | None:
-    """What the user asks for; ``None`` where that is left to `wanted`."""
+    """The user's wish; ``None`` where that is left to `wanted`."""
     return choice(VARIABLE)
 
 

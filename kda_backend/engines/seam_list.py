@@ -1,4 +1,4 @@
-"""What the adapters of KDA layers rely on in vLLM and sglang."""
+"""Seams of KDA's adapters in vLLM and sglang."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ from kda_backend.spec import Beta
 
 
 def reserve(runner: Any) -> None:
-    """What concerns a model's KDA layers before sglang sizes its pools: kernels begin to compile,
-    and the records of drafts are counted."""
+    """Prepare a model's KDA layers before sglang sizes its pools: kernels begin to compile, and
+    the records of drafts are counted."""
     layers = _kda_layers(runner)
     device = torch.device(runner.device)
     selection = _selection(runner, layers, [], device) if layers else None
@@ -54,8 +54,8 @@ def reserve(runner: Any) -> None:
 
 
 def _variants(selection: KdaSelection, state_dtype: torch.dtype) -> list[PrefillVariant]:
-    """Those of Hopper's prefill kernels: with states that are kept and without, for logits and for
-    step sizes that the model has put through the sigmoid."""
+    """Variants of Hopper's prefill kernels: with states that are kept and without, for logits and
+    for step sizes that the model has put through the sigmoid."""
     return [
         variant_of_engine(selection.shape.bounded_gate, state_dtype, track=track, beta=beta)
         for track in (Track.NONE, Track.IN_ORDER)
@@ -295,7 +295,7 @@ def describe(
     phases: Sequence[str],
     one_launch: bool,
 ) -> list[str]:
-    """What was chosen for a model, in lines."""
+    """Lines on what was chosen for a model."""
     shape = selection.shape
     gate = "bounded" if shape.bounded_gate else "unbounded"
     state = str(state_dtype).removeprefix("torch.")

@@ -47,7 +47,7 @@ class _Outside:
         zero_allocator: Any,
         **options: Any,
     ) -> Any:
-        """As upstream: ``hidden_states [T, C]``, of which a graph's last ones may be padding."""
+        """Run as upstream does: ``hidden_states [T, C]``, whose last may be a graph's padding."""
         if (
             not is_in_breakable_cuda_graph()
             or hidden_states.shape[0] <= self.tokens

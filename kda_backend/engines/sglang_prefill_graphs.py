@@ -31,7 +31,7 @@ from kda_backend.engines.prefill_graphs import most_tokens, sizes
 from kda_backend.engines.sglang_seams import SGLANG_MLA_BREAKS
 
 ABSORBED_TOKENS = 1024
-"""Of the largest graph that holds MLA layers in their absorbed form."""
+"""Tokens of the largest graph that holds MLA layers in their absorbed form."""
 _MOST_TOKENS = 8192  # sglang's ceiling for MLA, where the user does not bound a step
 _TASKS = (
     512  # sequences times value heads of a rank, each a task of the scan also where it is empty
@@ -41,8 +41,8 @@ _SEQUENCES_VARIABLE = "SGLANG_KDA_PREFILL_GRAPH_MAX_SEQS"
 
 
 def most_sequences(value_heads: int) -> int:
-    """Of a captured prefill step, whose tables have a place for each; one with more runs outside of
-    graphs.
+    """Sequences of a captured prefill step, whose tables have a place for each; a step with more
+    runs outside of graphs.
 
     Args:
         value_heads: of a KDA layer on this rank.

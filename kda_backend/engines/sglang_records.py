@@ -42,7 +42,7 @@ from kda_backend.selection import KdaSelection
 
 FLAG = "--enable-linear-replayssm-spec"
 FEWEST_TOKENS = 2
-"""Of a draft: sglang copies an accepted state, where it keeps them, to its slot."""
+"""Tokens of a draft: sglang copies an accepted state, where it keeps them, to its slot."""
 _KEPT = "kda_draft_records"  # on a pool of states
 _FEWEST_SLOTS = 3
 """State slots that sglang counts at least for a request where prefixes are cached."""
@@ -61,7 +61,7 @@ class DraftRecords:
         self._served: tuple[KdaSelection, list[Any]] | None = None
 
     def of_layer(self, layer_id: int) -> Records:
-        """Those of a layer, by its number in the model."""
+        """Records of a layer, by its number in the model."""
         return self.records.of_layer(self._pool.mamba_layer_ids.index(layer_id))
 
     def serve(self, selection: KdaSelection, layers: list[Any]) -> None:
@@ -222,8 +222,8 @@ def bytes_of_row(params: Any, drafts: int, dtype: torch.dtype) -> int:
 
 
 def _bytes_of_slot(params: Any, record_len: int, *, drafts: int, dtype: torch.dtype) -> int:
-    """What sglang adds to each slot as it sizes its pool: a row, divided by the fewest slots of a
-    request."""
+    """Bytes that sglang adds to each slot as it sizes its pool: a row, divided by the fewest slots
+    of a request."""
     fewest = 1 if get_memory().disable_radix_cache else _FEWEST_SLOTS
     return -(-bytes_of_row(params, drafts, dtype) // fewest)
 
@@ -279,7 +279,7 @@ def _add_buffers(pool: Any, rows: int, drafts: int, dtype: torch.dtype) -> None:
 
 
 def records_of(linear_backend: Any) -> DraftRecords | None:
-    """Those of sglang's KDAAttnBackend, or ``None`` where its pool has none of ours."""
+    """Records of sglang's KDAAttnBackend, or ``None`` where its pool has none of ours."""
     pool = getattr(linear_backend.req_to_token_pool, "mamba_pool", None)
     found: DraftRecords | None = getattr(pool, _KEPT, None)
     return found

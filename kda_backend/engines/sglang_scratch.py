@@ -72,7 +72,7 @@ def take_scratch(runner: Any, selection: KdaSelection) -> tuple[Scratch | None, 
 
 
 def gain_of_16_bits(runner: Any) -> str | None:
-    """What states in fp16 would change, where fp32 states bound how many requests run.
+    """Say what states in fp16 would change, where fp32 states bound how many requests run.
 
     Pools are allocated. sglang gives the states a share of the memory, so slots grow as they
     shrink.

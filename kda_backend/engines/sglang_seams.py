@@ -1,4 +1,4 @@
-"""What the adapters of KDA layers rely on in sglang."""
+"""Seams of KDA's adapters in sglang."""
 
 from __future__ import annotations
 

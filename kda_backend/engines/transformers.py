@@ -75,7 +75,7 @@ def load_model(checkpoint: str | Path, device: torch.device) -> Any:
 
 
 def _on_backend(upstream: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for transformers' operator: it takes what the layer passes. A model that is
+    """Make a stand-in for transformers' operator that takes what the layer passes. A model that is
     compiled calls it as it is, as FLA's: torch would trace checks and launches piece by piece.
 
     q, k, v, g ``[B, T, H, D]``, beta ``[B, T, H]``, state ``[B, H, K, V]`` fp32.

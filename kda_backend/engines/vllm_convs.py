@@ -28,7 +28,7 @@ class SeparateConvs(KeepsLengths):
     def take_over(
         self: Any, vllm_config: VllmConfig, part: Part, *, checkpoints: bool = False
     ) -> bool:
-        """As the layer is built: ask for its runtime, and make one matrix of the rows of q, k and
+        """Ask for the runtime as the layer is built, and make one matrix of the rows of q, k and
         v, of which their weights become views. False where upstream's code serves the layer.
 
         Args:

@@ -14,7 +14,7 @@ from kda_backend.engines import draft_records
 from kda_backend.engines.vllm_seams import K3_RECORDS, VLLM_RECORDS
 
 FEWEST_TOKENS = 4
-"""Of a draft: vLLM keeps states without a commit, and records with one."""
+"""Tokens of a draft: vLLM keeps states without a commit, and records with one."""
 _KIMI_LINEAR = "KimiGatedDeltaNetAttention"
 
 
@@ -38,7 +38,7 @@ def _refusal_of_folds(module: Any) -> str | None:
 
 
 def warning(vllm_config: Any, module: Any) -> str:
-    """What else is to be said where upstream's code serves a layer: under this pair of options its
+    """A warning where upstream's code serves a layer: under this pair of options its
     table has one column, of which Kimi-Linear's reads the accepted token's."""
     drafts = vllm_config.cache_config.use_replayssm and vllm_config.speculative_config is not None
     if not drafts or not _is_kimi_linears(module):

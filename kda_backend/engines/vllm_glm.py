@@ -35,7 +35,7 @@ def layer_class(upstream: Any, part: Part) -> Any:
                 self.__class__ = upstream
 
         def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            """As upstream: ``hidden_states [T, hidden]``."""
+            """Run as upstream does: ``hidden_states [T, hidden]``."""
             heads, dim, channels = self.local_num_heads, self.head_dim, self.local_projection_size
             projected = self.in_proj_qkvbfg_a(hidden_states)[0]
             qkv, beta, f_a, g_a = projected.split([3 * channels, heads, dim, dim], dim=-1)

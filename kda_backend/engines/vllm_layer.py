@@ -1,4 +1,4 @@
-"""What vLLM's KDA layers have in common on this backend, whatever the model.
+"""Common parts of vLLM's KDA layers on this backend, whatever the model.
 
 A layer asks for its `Runtime` as it is built (`runtime_of`) and calls `attend` between its
 projections.

@@ -70,7 +70,7 @@ def layer_class(upstream: Any, part: Part) -> Any:
         def forward(
             self, hidden_states: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
         ) -> None:
-            """As upstream: ``hidden_states [T, hidden]``; writes ``output``."""
+            """Run as upstream does: ``hidden_states [T, hidden]``; writes ``output``."""
             heads, dim = self.local_num_heads, self.head_dim
             channels = 3 * self.projection_size_per_partition
             if self.separate_b_proj:

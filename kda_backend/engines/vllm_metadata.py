@@ -1,5 +1,5 @@
-"""What our layers ask of vLLM's metadata and cache: the lengths of requests, prefill checkpoints,
-and slots for drafts.
+"""Additions to vLLM's metadata and cache for our layers: the lengths of requests, prefill
+checkpoints, and slots for drafts.
 
 vLLM's metadata of KDA layers has the lengths on the GPU alone. Its builder has them in host memory
 too, and ours leaves them with the metadata: by them a prefill chooses its path and its schedule.
@@ -108,7 +108,7 @@ def _keeping_lengths(backend: Any) -> Any:
             return metadata
 
         def update_block_table(self, metadata: Any, *args: Any, **options: Any) -> Any:
-            """Of another cache group, whose requests have the same lengths."""
+            """Metadata of another cache group, whose requests have the same lengths."""
             updated = super().update_block_table(metadata, *args, **options)
             setattr(updated, _BOUNDS, getattr(metadata, _BOUNDS))
             return updated

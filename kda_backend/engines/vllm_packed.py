@@ -60,9 +60,9 @@ def layer_class(upstream: Any, part: Part) -> Any:
             beta: torch.Tensor,
             core_attn_out: torch.Tensor,
         ) -> None:
-            """As upstream: ``mixed_qkv [T, 3 H D]``, ``g1``, ``core_attn_out [1, T, H, D]``,
-            ``g2 [T, H, D]``, ``beta [1, T, H]`` logits; writes ``core_attn_out``, normed and
-            gated."""
+            """Run as upstream does: ``mixed_qkv [T, 3 H D]``, ``g1``, ``g2 [T, H, D]``,
+            ``core_attn_out [1, T, H, D]``, ``beta [1, T, H]`` logits; writes ``core_attn_out``,
+            normed and gated."""
             if self.kda_weights is None:
                 self.kda_weights = LayerWeights(
                     self.conv1d.weight.data.flatten(1),

@@ -37,7 +37,7 @@ _INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
 
 @dataclass
 class LayerRecords:
-    """Of the drafts that one step verifies, in one layer.
+    """Records of the drafts that one step verifies, in one layer.
 
     Attributes:
         correction, key_gate: as in `Records`, ``[max_num_seqs, ..]``; the row is the number of the
@@ -99,7 +99,7 @@ def _commit_in_runner() -> None:
 
 @dataclass
 class Commit:
-    """What the commit of one step of a cache group needs beside its metadata.
+    """Values for the commit of one step of a cache group, beside its metadata.
 
     Attributes:
         group: of layers, as upstream's commit knows them.
@@ -279,7 +279,7 @@ def _recording(backend: Any) -> Any:
         def update_block_table(
             self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor
         ) -> Any:
-            """Of another cache group, with the same requests."""
+            """Metadata of another cache group, with the same requests."""
             blocks = blk_table if self._aligned else blk_table[:, :1]
             updated = super().update_block_table(metadata, blocks, slot_mapping)
             if (commit := metadata.kda_commit) is None:

@@ -30,7 +30,7 @@ first three columns hold the window; drafts also use those after them."""
 
 @dataclass(frozen=True)
 class Runtime:
-    """What the layers of one model share.
+    """State that the layers of one model share.
 
     Attributes:
         scratch: ``None`` where layers run at the same time, so that each call has its own.
@@ -86,7 +86,7 @@ def pools_of(module: Any) -> Pools:
 
 
 def records_of(module: Any) -> Records | None:
-    """Those of a layer's drafts, which vLLM folds into its states after sampling."""
+    """Records of a layer's drafts, which vLLM folds into its states after sampling."""
     kept = module.recoverssm_records
     return None if kept is None else Records(kept.correction, kept.key_gate, by_norm=False)
 

@@ -1,4 +1,4 @@
-"""What the adapters of KDA layers rely on in vLLM."""
+"""Seams of KDA's adapters in vLLM."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class HonoursStateDtype:
     model_config: Any
 
     def get_state_dtype(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of the convolution's windows and of the recurrent state."""
+        """Dtypes of the convolution's windows and of the recurrent state."""
         return _state_dtype(self.model_config, self.cache_config)
 
 

@@ -1,4 +1,4 @@
-"""What one step of vLLM asks of its KDA layers: decodes, prefills and drafts, from its metadata."""
+"""Work of one step of vLLM for its KDA layers: decodes, prefills and drafts, from its metadata."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class _Prefills(NamedTuple):
 
 
 def _calls(p: _Prefills, most_chunks: int) -> Iterator[_Prefills]:
-    """Those of each call. A step is one call where the host does not know the lengths."""
+    """Prefills of each call. A step is one call where the host does not know the lengths."""
     if p.host is None:
         yield p
         return
@@ -189,7 +189,7 @@ def _prefills(m: Any) -> _Prefills:
 
 
 def _checkpoints(m: Any, first: int | None, number: int) -> Checkpoints | None:
-    """Those of ``number`` prefills, of which metadata of some releases has rows of all requests."""
+    """Checkpoints of ``number`` prefills; metadata of some releases has rows of all requests."""
     found = getattr(m, "checkpoint", None)
     if found is None:
         return None

@@ -112,7 +112,7 @@ class StepTables:
     def rows_of(
         self, prefix: str, attn_metadata: Any, tokens: int, plans: dict[Any, StepPlan]
     ) -> tuple[torch.Tensor, Segment, Segment]:
-        """What the layer of ``prefix`` runs in a pass of so many tokens, with those of padding:
+        """Rows that the layer of ``prefix`` runs in a pass of so many tokens, with padding:
         which of the first tokens decode, the rows of decodes, and the prefills.
 
         Args:
@@ -155,8 +155,8 @@ class StepTables:
 
 
 def _fill_checkpoints(group: CacheGroup, metadata: Any, first: int, number: int) -> None:
-    """Those of ``number`` prefills, of which metadata of some releases has rows after the ``first``
-    of requests that decode."""
+    """Copy the checkpoints of ``number`` prefills; in metadata of some releases their rows follow
+    the ``first`` of requests that decode."""
     if group.checkpoints is None:
         return
     group.checkpoints.chunks.fill_(-1)
@@ -178,7 +178,7 @@ def run_on(tables: StepTables) -> None:
 
 
 def tables_of_pass() -> StepTables | None:
-    """Those on which the layers of the current forward pass run."""
+    """Tables on which the layers of the current forward pass run."""
     if not is_forward_context_available():
         return None
     return getattr(get_forward_context(), _TABLES, None)

@@ -56,7 +56,7 @@ INTRA_FIELDS = (
     ("progress", "Progress*"),
     ("fault", "Fault*"),  # in host memory
 )
-"""Of the intra-chunk kernel."""
+"""Fields of the intra-chunk kernel."""
 
 SEQUENCE_FIELDS = (
     ("state_in", "States"),  # [slots, HV, V, K], or null
@@ -70,9 +70,9 @@ SEQUENCE_FIELDS = (
     ("chunk_offsets", "const int*"),  # [N + 1]: first chunk
     ("sequence_order", "const int*"),  # [N]: most chunks first
 )
-"""Of both kernels that scan: where states are and which tokens a sequence has."""
+"""Fields of both kernels that scan: where states are and which tokens a sequence has."""
 SEQUENCE_ADDRESSES = tuple(name for name, _ in SEQUENCE_FIELDS[:7])
-"""Those that differ from layer to layer of a step, as `state_addresses` gives them first."""
+"""Names that differ from layer to layer of a step, as `state_addresses` gives them first."""
 
 SNAPSHOT_POOL_FIELDS = (
     ("snapshot_indices", "const int*"),  # [N, num_snapshots]: slots, negative for none
@@ -267,7 +267,7 @@ def gate_parameter(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
 
 
 def state_addresses(state: StateRef, chunk_states: torch.Tensor | None) -> list[int]:
-    """Of `SEQUENCE_ADDRESSES` and the snapshots' slots, 0 for none."""
+    """Addresses of `SEQUENCE_ADDRESSES` and of the snapshots' slots, 0 for none."""
     read, write, _, indices, has_initial, chunks, snapshots, slots, _, _ = state
     tensors = (read, write, indices, has_initial, chunk_states, chunks, snapshots, slots)
     return [0 if x is None else x.data_ptr() for x in tensors]

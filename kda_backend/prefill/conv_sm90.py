@@ -42,7 +42,7 @@ _FIELDS = (
 )
 _PARAMS = CudaParams(_FIELDS, _STRUCTS, ("q_conv", "k_conv", "state_indices", "has_initial_state"))
 CONV_PARAMS = CudaParams((*INTRA_FIELDS, *_FIELDS), STRUCTS | _STRUCTS)
-"""Of the kernel: those without the convolution, then its own."""
+"""Parameters of the kernel: those without the convolution, then its own."""
 
 
 def serves(

@@ -64,14 +64,14 @@ PARAMS = CudaParams(
     (*("q", "k", "g", "v", "o", "beta", "a_log", "dt_bias"), *SEQUENCE_ADDRESSES, "carry"),
 )
 POOL_PARAMS = CudaParams((*_FIELDS, *SNAPSHOT_POOL_FIELDS), STRUCTS)
-"""Of the variants that write snapshots to a pool."""
+"""Parameters of the variants that write snapshots to a pool."""
 _THREADS = 128
 CTAS_PER_SM = {16: 3, 32: 3, 64: 2}
 """CTAs per SM, by rows per chunk; 1 if there are no more tasks than SMs."""
 
 
 Kernels: TypeAlias = Mapping[tuple[int, int], CudaKernel]
-"""Those of a variant, by rows and CTAs per SM."""
+"""Kernels of a variant, by rows and CTAs per SM."""
 
 
 class Launch(NamedTuple):

@@ -56,9 +56,9 @@ _MORE_FIELDS = (
 )
 _MORE_PARAMS = CudaParams(_MORE_FIELDS)
 SEGMENT_PARAMS = CudaParams((*SCAN_FIELDS, *_MORE_FIELDS), STRUCTS)
-"""Of all three kernels: the scan's parameters, then those of segments."""
+"""Parameters of all three kernels: the scan's, then those of segments."""
 POOL_SEGMENT_PARAMS = CudaParams((*SCAN_FIELDS, *SNAPSHOT_POOL_FIELDS, *_MORE_FIELDS), STRUCTS)
-"""Of the variants that write snapshots to a pool."""
+"""Parameters of the variants that write snapshots to a pool."""
 
 
 class Segments(NamedTuple):

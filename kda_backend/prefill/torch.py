@@ -43,7 +43,7 @@ def prefill(call: PrefillCall, *, at_once: int | None = None) -> None:
     else:
         o, after, chunk = in_parts(reference.chunk_kda, at_once, tokens, gate, before, offsets)
     if state.snapshots is not None and state.snapshot_chunks is not None:
-        _write_snapshots(state, offsets, chunk, after)
+        write_snapshots(state, offsets, chunk, after)
     if chunk_states is not None:
         chunk_states.copy_(chunk if state.v_first else chunk.mT)
     write_states(state, after)
@@ -137,9 +137,14 @@ def as_stored(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return states.to(dtype)
 
 
-def _write_snapshots(
+def write_snapshots(
     state: StateRef, offsets: tuple[int, ...], chunk: torch.Tensor, after: torch.Tensor
 ) -> None:
+    """Store the snapshots that a call asks for.
+
+    Args:
+        chunk: the state before each chunk; after: behind each sequence.
+    """
     snapshots, chunks = state.snapshots, state.snapshot_chunks
     assert snapshots is not None and chunks is not None
     slots = None if state.snapshot_indices is None else state.snapshot_indices.tolist()

@@ -64,7 +64,7 @@ SCAN_PARAMS = CudaParams(
     ("tiles", "chunk_decays", "v", "o", *SEQUENCE_ADDRESSES, "progress"),
 )
 POOL_SCAN_PARAMS = CudaParams((*SCAN_FIELDS, *SNAPSHOT_POOL_FIELDS), STRUCTS)
-"""Of the variants that write snapshots to a pool."""
+"""Parameters of the variants that write snapshots to a pool."""
 
 
 class Scan(NamedTuple):

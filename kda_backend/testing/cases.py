@@ -108,7 +108,7 @@ class Case(Gated):
 
     @property
     def inputs(self) -> tuple[TokenInputs, GateSpec]:
-        """As the operators take them."""
+        """Tokens and gate as the operators take them."""
         return self.inputs_of(self.tokens)
 
     def options(self) -> dict[str, Any]:

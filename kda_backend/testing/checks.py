@@ -364,7 +364,7 @@ def _expect_untouched(before: torch.Tensor, after: torch.Tensor, own: torch.Tens
 def _worst(
     results: Iterable[tuple[torch.Tensor, torch.Tensor]], allowed: tuple[float, float]
 ) -> Answer:
-    """Of output and states ``[n, HV, ...]``, by regime, the error that uses most of its bound."""
+    """The error that uses most of its bound, of output and states ``[n, HV, ...]`` by regime."""
     errors = []
     for (got, want), bound in zip(results, allowed, strict=True):
         groups = len(HARD_REGIMES) if want.shape[1] % len(HARD_REGIMES) == 0 else 1

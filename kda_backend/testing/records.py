@@ -15,7 +15,7 @@ from kda_backend.testing.steps import StepCase, StepPools
 
 
 class ExpectedDraft(NamedTuple):
-    """Of a draft of T tokens: what float64 says behind each, from the keys that were recorded.
+    """Results in float64 behind each token of a draft, from the keys that were recorded.
 
     Attributes:
         out: ``[T, HV, V]``; states: ``[T + 1, HV, V, K]``, windows: ``[T + 1, C, 3]``, the first
@@ -169,7 +169,7 @@ class RecordedDrafts:
         return torch.cat([torch.zeros_like(d.out) if pad else d.out for d, pad in pairs])
 
     def accept(self, counts: Sequence[int]) -> None:
-        """Of each draft so many tokens are accepted; a sequence without tokens holds what it held.
+        """Accept so many tokens of each draft; a sequence without tokens holds what it held.
 
         Where windows have buffers they are copied to their pool, as sglang does.
         """

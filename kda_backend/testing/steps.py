@@ -78,7 +78,7 @@ class StepCase(Gated):
 
     @property
     def inputs(self) -> tuple[TokenInputs, GateSpec]:
-        """As the operators take them."""
+        """Tokens and gate as the operators take them."""
         return self.inputs_of(self.tokens)
 
     def stages(self, windows: torch.Tensor) -> dict[str, Any]:

@@ -27,4 +27,4 @@ STEP_TOLERANCES = {
 }
 """(output, state) of a decode step with bf16 tokens, by dtype of the state."""
 LAYER_TOLERANCE = 1.5e-2
-"""Of a layer in bf16, which rounds the convolution's output, the delta rule's and the norm's."""
+"""Error of a layer in bf16, which rounds the convolution's output, the delta rule's, the norm's."""

@@ -1,4 +1,4 @@
-"""What the operators require of their inputs; here what several of them do."""
+"""Contracts of the operators; here the checks that several of them share."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class SparseMlaInputs:
     stride_extra_indices: int
 
     def rows_arguments(self) -> dict[str, Any]:
-        """What every kernel over rows of bf16 takes."""
+        """Arguments of every kernel over rows of bf16."""
         rows = self.rows
         return {
             "q_ptr": self.q,

@@ -1,4 +1,4 @@
-"""What an engine's MLA layers share on this family: selections, plans and scratch of their decodes.
+"""Selections, plans and scratch that an engine's MLA layers share for their decodes.
 
 Imports no engine. An adapter makes an `MlaDecoder` per model at load, a `MlaStep` per step, and
 calls it in every layer.

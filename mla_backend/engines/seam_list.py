@@ -1,4 +1,4 @@
-"""What the adapters of MLA layers rely on in vLLM and sglang."""
+"""Seams of MLA's adapters in vLLM and sglang."""
 
 from __future__ import annotations
 

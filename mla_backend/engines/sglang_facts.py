@@ -1,4 +1,4 @@
-"""What the choice of sglang's MLA layers and the class that serves them both go by."""
+"""Facts by which sglang's MLA layers are chosen and served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's DeepSeek-V4 layers share on this family: which calls run here, and how.
+"""Choice and calls of sparse MLA for an engine's DeepSeek-V4 layers.
 
 Imports no engine. An adapter makes one `SparseLayer` for layers that are alike, as they are built,
 and hands it what the engine would hand to FlashMLA.
@@ -50,7 +50,7 @@ def calls_in_words(phase: str, selection: SparseMlaSelection) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """What layers that are alike have in common.
+    """Properties of layers that are alike.
 
     Attributes:
         heads: of the queries as the kernels get them, the engine's padding included.
@@ -92,7 +92,7 @@ class SparseLayer:
         return self.paths.covers(phase, tokens)
 
     def describe(self, heads: int) -> list[str]:
-        """What runs where, and the rows of the table, in lines of a log.
+        """Lines for a log: what runs where, and the rows of the table.
 
         Args:
             heads: of a rank, without padding.

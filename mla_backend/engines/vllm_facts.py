@@ -1,4 +1,4 @@
-"""What the choice of vLLM's MLA layers and the classes that serve them both go by."""
+"""Facts by which vLLM's MLA layers are chosen and served."""
 
 from __future__ import annotations
 

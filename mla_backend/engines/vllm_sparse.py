@@ -160,7 +160,7 @@ def _served_kind(upstream: Any) -> Any:
 
 
 def _here_or_there(name: str, upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """What vLLM's module calls for FlashMLA's function: this family's, for layers it serves."""
+    """Make a stand-in for FlashMLA's function in vLLM's module: ours, for layers it serves."""
     phase = "decode" if name == DECODE else "prefill"
 
     @functools.wraps(upstream)

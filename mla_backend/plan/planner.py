@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_TILES = 4095
 MAX_PREFIX_REQUESTS = 128
-"""As many as were measured: the search compares each request with each."""
+"""Most requests that were measured: the search compares each with each."""
 
 
 class MlaPlanner:

@@ -11,9 +11,9 @@ import functools
 from mla_backend.spec import MAX_SPLITS
 
 OVERHEAD = 2
-"""What a program pays before its first block, in blocks."""
+"""Cost of a program before its first block, in blocks."""
 MERGE = 1
-"""What merging takes, in blocks."""
+"""Cost of merging, in blocks."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,4 +24,4 @@ class SparseRun(Protocol):
         """Rows of 512 float32 that such a call takes of the scratch memory."""
 
     def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
-        """What the kernels of such a call are compiled for."""
+        """The constants for which the kernels of such a call are compiled."""

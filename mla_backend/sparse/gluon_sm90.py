@@ -18,7 +18,7 @@ from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
 BLOCK = 64
 REQUESTS = (128, 1024)
-"""What the kernel that shares rows equally is compiled for."""
+"""Requests for which the kernel that shares rows equally is compiled."""
 MIN_SHARED = 8
 """Blocks of a token's full lists from which on rows are shared equally."""
 AXES = {"q": "..h."}

@@ -1,4 +1,4 @@
-"""What ``kda-dsv4 check`` runs of several levels of keys: paged attention, and their merge."""
+"""Calls of ``kda-dsv4 check`` with several levels of keys: paged attention, and their merge."""
 
 from __future__ import annotations
 

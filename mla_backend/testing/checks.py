@@ -1,4 +1,4 @@
-"""What ``kda-dsv4 check`` runs of each path, and what ``tune`` times."""
+"""Calls of each path that ``kda-dsv4 check`` makes and ``tune`` times."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def expected(case: SparseCase) -> Result:
 
 
 def disagreement(got: Result, want: Result) -> str | None:
-    """What is not within FlashMLA's tolerances of sparse decoding, or ``None``.
+    """Name what is not within FlashMLA's tolerances of sparse decoding; ``None`` where all is.
 
     Of the output: each element within 1e-3 or 2.01 / 128 of itself, and 1 minus the cosine within
     5e-6; of the LSE 1e-6 or 8.01 / 65536. Rows without keys exactly 0 and +inf. On a CPU the cosine

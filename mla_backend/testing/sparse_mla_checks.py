@@ -1,4 +1,4 @@
-"""What ``kda-dsv4 check`` runs of sparse MLA's paths."""
+"""Calls of sparse MLA's paths that ``kda-dsv4 check`` makes."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from kda_backend.selection import select
 from kda_backend.testing import checks as check_kda
 from tests.cli.program import assert_one_sentence, run
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU
 # without a GPU, what the Hopper table chooses is interpreted
@@ -218,6 +219,31 @@ def test_a_call_without_a_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) 
     assert report["failures"] == report["checked"] > 0
     failed = [row["message"] for row in report["results"] if row["status"] == "failed"]
     assert "Resource temporarily unavailable" in failed[0]
+
+
+def test_every_row_of_a_table_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found on an H200, with two calls made wrong."""
+    report = json.loads((RESULTS / "check_h200.json").read_text())
+    first, second = report["results"][:2]
+    first |= {"status": "wrong", "error": 2 * first["allowed"], "message": "error 1.0e-02"}
+    second |= {"status": "failed", "error": None, "message": "a kernel hangs"}
+    report["failures"] = 2
+    monkeypatch.setattr(check_module, "run", lambda *_: report)
+    code, out, _ = run("check")
+    assert code == 1 and all(len(line) <= 80 for line in out.splitlines())
+    lines = [line.split() for line in out.splitlines() if line.startswith("  ")]
+    rows = {
+        (row["operator"], row["path"], row["grids"], str(row["params"]), str(row["message"])[:7])
+        for row in report["results"][2:]
+    }
+    assert len(lines) - 1 == len(rows)
+    of_first = [row for row in report["results"] if row["path"] == first["path"]]
+    right = f"{len(of_first) - 2} of {len(of_first)} right"
+    assert lines[1][-5:] == ["2.00", *right.split()]
+    assert f"wrong: kda prefill {first['path']} small: error 1.0e-02" in out
+    calls = [line for line in run("check", "--verbose")[1].splitlines() if line[:6] == "      "]
+    made = [row for row in report["results"] if row["error"] is not None]
+    assert [line.split()[0] for line in calls[1:]] == [row["status"] for row in made]
 
 
 def test_a_failure_is_exit_code_1_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

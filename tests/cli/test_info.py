@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from backend_cli import info as info_module
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.main import app
+from backend_cli.rows import oldest
 from backend_core import __version__
 from backend_core.engines import seams
 from backend_core.family import families
@@ -22,6 +24,9 @@ from backend_core.target import KNOWN_TARGETS
 from tests.cli.program import run
 
 ROOT = Path(__file__).parents[2]
+
+
+PATH = r"  (\w+) +(?:20[\d-]{8}|not measured)"
 
 
 def report(*args: str) -> dict:
@@ -36,17 +41,36 @@ def test_every_row_that_serves_is_a_line(monkeypatch: pytest.MonkeyPatch) -> Non
     code, out, err = run("info", "--target", "H200")
     assert (code, err) == (0, "")
     assert "strict    off" in out
-    lines = [line.split() for line in out.partition("kda on H200, from")[2].splitlines()]
+    assert all(len(line) <= 80 for line in out.partition("strict")[2].splitlines())
+    assert "kda on H200, from shipped kda/nvidia_sm90.toml" in out
     (long,) = [line for line in out.splitlines() if "segmented_sm90" in line]
-    assert long.split("  ")[3] == "any size, longest >= 4096, heads <= 8" and len(long) <= 80
-    for operator in report("--target", "H200")["targets"][0]["families"][0]["operators"]:
-        heading = f"{operator['operator']}, sizes in {operator['grid']}"
-        assert heading in " ".join(" ".join(line) for line in lines)
-        for selection in operator["selections"]:
-            for row in selection["rows"]:
-                found = [line for line in lines if row["path"] in line]
-                assert bool(found) or row["refusal"]
+    assert re.split("  +", long)[1:3] == ["longest >= 4096, heads <= 8", "segmented_sm90"]
+    for family in report("--target", "H200")["targets"][0]["families"]:
+        shown = out.partition(f"{family['family']} on H200, from")[2].partition("\n\n")[0]
+        for operator in family["operators"]:
+            of_operator = shown.partition(f"\n  {operator['operator']} ")[2]
+            of_operator = re.split(r"\n  \w", of_operator)[0]
+            served = {
+                (
+                    row["path"],
+                    row["provenance"].split(", ")[1] if row["measured"] else "not measured",
+                )
+                for selection in operator["selections"]
+                for row in selection["rows"]
+                if not row["refusal"]
+            }
+            left = any(x["path"] == "upstream" for y in operator["selections"] for x in y["rows"])
+            assert left == ("in an engine some calls are left to " in of_operator)
+            assert {path for path, _ in served} == set(re.findall(PATH, of_operator))
+            dates = {date for _, date in served}
+            assert set(re.findall(r"20[\d-]{8}|not measured", of_operator)) <= dates
     assert "torch serves every call, not measured" in run("info", "--target", "cpu")[1]
+
+
+def test_the_date_is_the_oldest_of_what_was_measured() -> None:
+    assert oldest(["2026-11-26", "2026-11-24"]) == "2026-11-24"
+    assert oldest(["not measured", "2026-11-26"]) == "2026-11-26, in part"
+    assert oldest(["not measured", "not measured"]) == "not measured"
 
 
 def test_verbose_shows_what_each_row_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +93,14 @@ def test_the_command(
     name = folder if engine == "vllm" else f"--model-path {folder}"
     program = tmp_path / "bin" / engine
     assert out.splitlines()[-1] == f"{program} serve {name} --attention-backend {flag} --port 9000"
-    assert f"{engine} {version} on H200 (sm90), 1 GPUs" in out
+    assert f"{engine} {version} on H200 (sm90), 1 GPU\n" in out
     assert f"{engine} {version}: {state}" in out.splitlines()
-    assert "32 heads per GPU" in out and "prefill grid 1 " in out and "decode_step grid 1 " in out
+    rows = [re.split("  +", line)[1:] for line in out.splitlines() if line.startswith("  ")]
+    assert rows[0] == ["32 heads per GPU"]
+    assert ["prefill", "any size", "two_stage_sm90"] in [row[:3] for row in rows]
+    sizes, path, measured = next(row for row in rows if row[0] == "decode_step")[1:]
+    assert (sizes, path) == ("any size", "fused_sm90") and date.fromisoformat(measured)
+    assert all(len(line) <= 80 for line in out.splitlines()[:-1])
 
 
 def test_it_runs_the_engine(
@@ -134,7 +141,7 @@ def test_glm(
     arguments = (model(tmp_path, config), "--dry-run", "--tensor-parallel-size=2")
     code, out, err = run("serve", "--engine", engine, *arguments)
     assert (code, err) == (0, "") and f"--attention-backend {flag}" in out
-    assert "32 heads per GPU" in out and "prefill grid 1 " in out and "MLA" not in out
+    assert "32 heads per GPU" in out and "  two_stage_sm90 " in out and "MLA" not in out
 
 
 @pytest.mark.parametrize(("engine", "flag"), [("vllm", "KDA"), ("sglang", "kda")])
@@ -148,7 +155,7 @@ def test_ling(engine: str, flag: str, engines: Callable[..., None], tmp_path: Pa
         folder = model(tmp_path, config)
         code, out, err = run("serve", "--engine", engine, folder, "--dry-run")
         assert (code, err) == (0, "") and f"--attention-backend {flag}" in out
-        assert "32 heads per GPU" in out and "decode_step grid 1 " in out
+        assert "32 heads per GPU" in out and "  decode_step " in out
 
 
 LLAMA = {"model_type": "llama"}
@@ -235,7 +242,9 @@ def test_deepseek_v4(
     folder = model(tmp_path, {"model_type": "deepseek_v4", "num_attention_heads": 64})
     code, out, _ = run("serve", "--engine", engine, "--dry-run", folder)
     assert code == 0 and f"--attention-backend {flag}" in out
-    assert "main_c4_decode: one_launch" in out
+    assert re.search(r"main_c4_decode +any size +one_launch ", out)
+    prefill = "one_launch" if engine == "vllm" else "upstream's sglang_jit"
+    assert re.search(rf"main_c4_prefill +any size +{prefill} ", out) and "low_ratio" not in out
     volta = serve_module.detect_target().__class__("nvidia", "sm70", 80, "V100")
     monkeypatch.setattr(serve_module, "detect_target", lambda: volta)
     code, _, err = run("serve", "--engine", engine, "--dry-run", folder)

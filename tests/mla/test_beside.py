@@ -157,21 +157,24 @@ def test_sparse_heads_between_are_judged_as_the_larger() -> None:
 
 def test_what_is_said_of_deepseek_v4() -> None:
     assert FAMILY.model_refusal(DEEPSEEK_V4) is None
-    heads, decodes, *rows, prefills = FAMILY.describe_model(H200, DEEPSEEK_V4, 1)
+    (heads, decodes, prefills), rows = FAMILY.describe_model(H200, DEEPSEEK_V4, 1, "vllm")
     source = SPARSE
     assert heads == "64 heads per GPU"
     assert decodes == (
         f"attention in decodes of up to 16 query tokens, where {source} has them ahead of flashmla"
     )
     assert prefills.startswith("attention in prefills: flashmla, since it was compared")
-    assert all(row.startswith("sparse_mla grid ") for row in rows) and rows
-    lines = FAMILY.describe_model(H200, DEEPSEEK_V4, 8)
-    assert [line for line in lines if line.startswith("attention")] == [
+    assert list(rows) == ["sparse_mla, decode"] and all(
+        row.low for row in rows["sparse_mla, decode"]
+    )
+    notes, rows = FAMILY.describe_model(H200, DEEPSEEK_V4, 8, "vllm")
+    assert list(rows) == ["sparse_mla, decode", "sparse_mla, prefill"] and all(rows.values())
+    assert notes[1:] == [
         f"attention in {phase}s, where {source} has them ahead of flashmla"
         for phase in ("decode", "prefill")
     ]
     with pytest.raises(LookupError, match="no result compares sparse_mla"):
-        FAMILY.describe_model(KNOWN_TARGETS["MI300X"], DEEPSEEK_V4, 1)
+        FAMILY.describe_model(KNOWN_TARGETS["MI300X"], DEEPSEEK_V4, 1, "vllm")
 
 
 def test_which_models_have_layers_of_this_family() -> None:
@@ -184,8 +187,9 @@ def test_which_models_have_layers_of_this_family() -> None:
 
 
 def test_what_is_said_of_a_model() -> None:
-    heads, steps, *paths = FAMILY.describe_model(H200, KIMI, 1)
-    assert heads == "32 heads per GPU" and [path.split(" (")[0] for path in paths] == [
+    (heads, steps), rows = FAMILY.describe_model(H200, KIMI, 1, "vllm")
+    paths = [str(row).split(" (")[0] for row in rows["mla_decode"]]
+    assert heads == "32 heads per GPU" and paths == [
         "mla_decode grid 1 to 4: sm90 overhead=1 min_blocks=1 shared_requests=0 shared_tokens=0",
         "mla_decode grid 5 to 63: upstream kernel=fa3",
         "mla_decode grid 64 to 128: sm90 overhead=1 min_blocks=1 shared_requests=64"
@@ -196,10 +200,10 @@ def test_what_is_said_of_a_model() -> None:
         "decode steps of up to 4 and of 64 to 128 requests, where"
         " benchmarks/results/mla_decode_h200.json has them ahead of fa3"
     )
-    assert "of any number of requests" in FAMILY.describe_model(H200, KIMI, 8)[1]
+    assert "of any number of requests" in FAMILY.describe_model(H200, KIMI, 8, "vllm").notes[1]
     with pytest.raises(ValueError, match="32 heads cannot be split over 5 GPUs"):
-        FAMILY.describe_model(H200, KIMI, 5)
+        FAMILY.describe_model(H200, KIMI, 5, "vllm")
     with pytest.raises(ValueError, match="the configuration must have num_attention_heads"):
-        FAMILY.describe_model(H200, {}, 1)
+        FAMILY.describe_model(H200, {}, 1, "vllm")
     with pytest.raises(LookupError, match="no result compares"):
-        FAMILY.describe_model(KNOWN_TARGETS["MI300X"], KIMI, 1)
+        FAMILY.describe_model(KNOWN_TARGETS["MI300X"], KIMI, 1, "vllm")

@@ -334,6 +334,6 @@ def _kernel(settings: _Settings, causal: bool, operand: torch.dtype) -> KernelLa
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:
-    """What the products take: x's dtype, or float32 in Triton's interpreter, which multiplies bf16
-    by its bits."""
+    """The products' dtype: x's, or float32 in Triton's interpreter, which multiplies bf16 by its
+    bits."""
     return x.dtype if x.is_cuda else torch.float32

@@ -16,7 +16,7 @@ _NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_pag
 
 @dataclass(frozen=True)
 class Level:
-    """What ``run`` reads of a level, int32 on the device.
+    """Tables of a level that ``run`` reads, int32 on the device.
 
     Attributes:
         qo_indptr: ``[groups + 1]``; kv_indptr: ``[groups + 1]`` offsets into ``kv_indices``.

@@ -42,7 +42,7 @@ from mla_backend.kernels.sm90.sparse_mla_compute import (
 )
 
 ROWS = gl.constexpr(32)
-"""Of the next rows, how many the fetching warps hold in registers."""
+"""Rows ahead that the fetching warps hold in registers."""
 
 
 @gluon.constexpr_function

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF059  Gluon needs lists added and tuples taken apart whole
-"""What both kernels of sparse MLA for Hopper share: pieces of work, shared memory, computing warps.
+"""Common parts of both Hopper kernels of sparse MLA: work, shared memory, computing warps.
 
 Fetching warps put blocks of 64 keys into a ring of shared memory; the computing warpgroups take
 them out. ``sparse_mla.py`` fetches records, ``sparse_mla_rows.py`` rows of bf16.
@@ -19,11 +19,11 @@ BLOCK = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 """Blocks that the ring has room for."""
 OVERHEAD = gl.constexpr(2)
-"""What a piece of work takes beside its blocks, in blocks."""
+"""Cost of a piece of work beside its blocks, in blocks."""
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 KEY_SCALE = gl.constexpr(1048576.0)
-"""What a number is, over what the ring has of it where it comes from a record: 2^20."""
+"""Ratio of a number to its value in the ring, where it comes from a record: 2^20."""
 
 
 @gluon.constexpr_function

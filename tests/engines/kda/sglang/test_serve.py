@@ -33,7 +33,7 @@ def described(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[
     """Heads, channels and whether the gate is bounded, as `describe_model` finds them."""
     asked = []
     monkeypatch.setattr(selection, "select", lambda *args: asked.append(args) or select(*args))
-    FAMILY.describe_model(KNOWN_TARGETS["H200"], fields, 1)
+    FAMILY.describe_model(KNOWN_TARGETS["H200"], fields, 1, "sglang")
     ((_, shape),) = asked
     return shape.num_heads, shape.key_dim, shape.bounded_gate
 

@@ -78,7 +78,7 @@ def test_serve_reads_the_fields_that_the_layer_reads(
     assert FAMILY.model_refusal(fields) is None
     asked = []
     monkeypatch.setattr(selection, "select", lambda *args: asked.append(args) or select(*args))
-    FAMILY.describe_model(KNOWN_TARGETS["H200"], fields, 1)
+    FAMILY.describe_model(KNOWN_TARGETS["H200"], fields, 1, "vllm")
     layer = build(model, config, lower_bound)
     assert [shape for _, shape in asked] == [
         KdaShape(
