@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from docs.performance_parts import block_sparse, drop_ins, dsv4, engines, kda, mla
+from docs.performance_parts import block_sparse, crowds, drop_ins, dsv4, engines, kda, mla
 from docs.performance_parts.page import ROOT, best, load, mean, table
 
 DOCS = ROOT / "docs"
@@ -60,9 +60,11 @@ def pages() -> dict[str, tuple[str, list[str]]]:
             [
                 *engines.several_ranks(),
                 *engines.default_modes(),
+                *crowds.full_servers(),
                 *engines.bounded_gates(),
                 *engines.cut_models(),
                 *engines.recall(),
+                *crowds.same_bits(),
                 *engines.first_start(),
             ],
         ),

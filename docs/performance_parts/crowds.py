@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from docs.performance_parts.page import load, section, table
+from docs.performance_parts.page import by_size, load, section, table
 
 FULL = {
     "crowd_sglang.json": "A full server: Kimi-Linear-48B in sglang",
-    "crowd_vllm.json": "A full server: Kimi-Linear-48B in vLLM",
-    "crowd_sglang_drafts.json": "A full server that drafts: Kimi-Linear-48B in sglang",
 }
 _SLOTS = {"sglang": "slots of states", "vllm": "blocks"}
 SAME_BITS = (
@@ -35,19 +33,14 @@ def _full(name: str, title: str) -> list[str]:
         numbers = (f"{row[key]:,}" for key in ("running", "slots"))
         rate = f"{row['tokens_per_s']:,.0f}"
         cells.append([row["what"], row["side"], row["state"], *numbers, rate, f"{gain:.2f}"])
-    drafts = report.get("drafts")
-    more = (
-        f" Each step drafts {drafts} tokens, looked up in prompt and answer; *states* is the flag"
-        " with `KDA_DSV4_DRAFT_RECORDS=0`, which keeps a state after each of them as upstream does."
-        if drafts
-        else ""
-    )
+    ended = " and ".join(side.replace(":", " with ") for side in report["failed"])
+    more = f" {ended} did not end in the benchmark's time." if ended else ""
     return [
         *section(title, report, name),
         "",
         "Random weights on one GPU, in the engine's default mode but for the format of KDA's"
         " states. All sides load at the same time on GPUs of one host, and run one after the other."
-        f"{more} × is the rate over that of the first row of the same load.",
+        f" × is the rate over that of the first row of the same load.{more}",
         "",
         *table(["load", "side", "states", "running at a time", slots, "tokens/s", "×"], cells),
     ]
@@ -55,14 +48,16 @@ def _full(name: str, title: str) -> list[str]:
 
 def same_bits() -> list[str]:
     """Requests of servers whose bits were compared with those that they have alone."""
-    cells = []
+    cells: dict[tuple[str], dict[str, str]] = {}
+    files = []
     for name in SAME_BITS:
         report = load(name)
-        link = f"[{_engine_of(report)}](../../benchmarks/results/{name}), {report['ranks']} GPU"
+        ranks = f"{report['ranks']} GPU" + "s" * (report["ranks"] > 1)
+        column = f"{_engine_of(report)}, {ranks}"
+        files.append(f"[{column}](../../benchmarks/results/{name})")
         for row in report["rows"]:
-            what = row["what"] + (f" ({row['preemptions']:.0f})" if "preemptions" in row else "")
-            equal = f"{row['equal']} of {row['requests']}"
-            cells.append([link, what, equal, report["date"]])
+            cells.setdefault((row["what"],), {})[column] = f"{row['equal']} of {row['requests']}"
+    dates = {load(name)["date"] for name in SAME_BITS}
     return [
         "",
         "## The same bits in servers",
@@ -71,9 +66,9 @@ def same_bits() -> list[str]:
         " `--enable-deterministic-inference`, with the flag. A request counts as equal if its text"
         " and the log-probabilities of the five likeliest tokens of each step are, to the last bit,"
         " what they are when it is asked alone. [reliability.md](../reliability.md) says what is"
-        " promised.",
+        f" promised. {', '.join(files)}; {' and '.join(sorted(dates))}.",
         "",
-        *table(["engine", "asked", "equal", "date"], cells),
+        *by_size(["asked"], cells),
     ]
 
 

@@ -36,15 +36,25 @@ _RECALL = (
     "recall_vllm033_bounded.json",
     "recall_vllm033_whole.json",
     "recall_vllm033_bf16.json",
+    "recall_vllm033_bf16_drafts.json",
     "recall_vllm033_fp16.json",
     "recall_sglang_upstream.json",
     "recall_sglang.json",
     "recall_sglang_fp16.json",
+    "recall_sglang_drafts.json",
+    "recall_sglang_fp16_drafts.json",
     "recall_sglang_two_gpus.json",
     "recall_sglang_modes.json",
     "recall_sglang_restarts.json",
 )
 
+# with the flag, from before the drafts of sglang's n-gram corpus were made chains
+_TREES = {
+    ("recall_sglang.json", "flag, ngram drafts"),
+    ("recall_sglang_fp16.json", "flag, ngram drafts"),
+    ("recall_sglang_modes.json", "flag, ngram drafts"),
+    ("recall_sglang_modes.json", "flag, ngram drafts, no prefill graphs"),
+}
 
 _OURS = ("scan", "scan_split", "intra_chunk")
 
@@ -360,6 +370,8 @@ def recall() -> list[str]:
         engine = next(key for key in ("vllm", "sglang") if key in report["environment"])
         link = f"[{engine} {report['environment'][engine]}](../../benchmarks/results/{name})"
         for server, run in report["servers"].items():
+            if (name, server) in _TREES:
+                continue
             right = min(round["right"] for round in run["rounds"])
             how = _SERVERS.get(server, server.replace("flag", "with the flag"))
             if report.get("checkpoint") == "checkpoint_bounded":
