@@ -81,3 +81,9 @@ def test_a_refusal_of_an_adapter_is_listed(refusal: str) -> None:
 def test_there_are_messages_and_an_invented_one_is_found_out() -> None:
     assert len(messages()) > 25 and len(set(refusals())) > 12
     assert not gives("the kernel … is out of coffee")
+
+
+def test_every_environment_variable_is_listed() -> None:
+    found = {text for text in SOURCE if re.fullmatch(r"KDA_DSV4_[A-Z_]+|FLA_KDA_DSV4", text)}
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| (\w*KDA_DSV4\w*) \|", text, re.MULTILINE)) == found
