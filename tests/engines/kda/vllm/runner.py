@@ -60,7 +60,8 @@ class Runner:
 
     Attributes:
         seen: what happened: ``"preempted"``, ``"hit"``, ``"mixed"`` (drafts beside a prompt),
-            ``"crossed"`` (accepted tokens end a block), ``"short"`` (fewer than drafted).
+            ``"crossed"`` (accepted tokens end a block), ``"short"`` (fewer than drafted),
+            ``"padded"`` (a batch of whole drafts with rows of nobody, as for a graph).
     """
 
     def __init__(self, model: Model, config: VllmConfig, blocks: int, seed: int) -> None:
@@ -142,13 +143,19 @@ class Runner:
         lengths = [planned.num_scheduled_tokens[name] for name in names]
         rows = [self.row_of[name] for name in names]
         before = self.computed[rows].tolist()
-        batch = self._batch(names, rows, lengths, before, drafts)
+        pad = 0
+        if set(lengths) == {1 + self.config.num_speculative_tokens}:
+            pad = self.random.randint(0, 2)
+            self.seen |= {"padded"} if pad else set()
+        mode = CUDAGraphMode.FULL if pad else CUDAGraphMode.NONE
+        batch = self._batch(names, rows, lengths, before, drafts, pad)
+        padded = sum(lengths) + pad * lengths[0]
         with set_current_vllm_config(self.config):
-            tables = self.tables.gather_block_tables(batch.idx_mapping, len(names))
+            tables = self.tables.gather_block_tables(batch.idx_mapping, len(names) + pad)
             self.state.preprocess_state(batch, tables, self.caches, self.computed)
             metadata = self.state.prepare_attn(
-                *(batch, CUDAGraphMode.NONE, tables),
-                torch.zeros(3, sum(lengths), dtype=torch.int64),
+                *(batch, mode, tables),
+                torch.zeros(3, padded, dtype=torch.int64),
                 self.groups,
                 self.caches,
             )
@@ -156,6 +163,7 @@ class Runner:
         for name, length, begin in zip(names, lengths, before, strict=True):
             own = self.texts[name][begin : begin + length - len(drafts.get(name, []))]
             tokens += [*own, *drafts.get(name, [])]
+        tokens += [0] * (padded - len(tokens))
         of_layers = [metadata[layer.prefix] for layer in self.layers]
         outputs = run_layers(self.layers, self.config, self.embedding[tokens], of_layers)
         if of_layers[0].num_spec_decodes and of_layers[0].num_prefills:
@@ -215,9 +223,11 @@ class Runner:
         lengths: list[int],
         before: list[int],
         drafts: dict[str, list[int]],
+        pad: int,
     ) -> Any:
         bounds = np.cumsum([0, *lengths]).astype(np.int32)
-        seq_lens = torch.tensor([a + b for a, b in zip(before, lengths, strict=True)])
+        bounds = np.concatenate([bounds, np.full(pad, bounds[-1], np.int32)])
+        seq_lens = torch.tensor([a + b for a, b in zip(before, lengths, strict=True)] + [0] * pad)
         seq_lens = seq_lens.to(torch.int32).as_subclass(OnGpu)
         prefilling = np.array(
             [n < self.prefill_len[name] for n, name in zip(before, names, strict=True)]
@@ -227,8 +237,8 @@ class Runner:
         return SimpleNamespace(
             num_reqs=len(names),
             num_tokens=sum(lengths),
-            num_reqs_after_padding=len(names),
-            num_tokens_after_padding=sum(lengths),
+            num_reqs_after_padding=len(names) + pad,
+            num_tokens_after_padding=sum(lengths) + pad * lengths[0],
             idx_mapping=torch.tensor(rows, dtype=torch.int32),
             query_start_loc=torch.from_numpy(bounds),
             query_start_loc_np=bounds,

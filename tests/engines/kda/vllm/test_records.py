@@ -101,7 +101,7 @@ def test_requests_finish_are_preempted_resumed_and_reordered(name: str, as_on_a_
         runner.step()
     runner.add("late", tokens(26), prompt=20)
     runner.run()
-    assert runner.seen == {"preempted", "mixed", "short", "hit", "crossed"}
+    assert runner.seen == {"preempted", "mixed", "short", "hit", "crossed", "padded"}
 
 
 @pytest.mark.parametrize("name", ["Kimi-K3", "Kimi-Linear"])
