@@ -119,6 +119,7 @@ def _headline() -> str:
     steps = kda.of_states(decode, "fp32")
     unbounded = [row for row in prefill["rows"] if row["gate"] == "unbounded"]
     bounded = [row for row in prefill["rows"] if row["gate"] == "bounded"]
+    drafts = load("kda_verify_h200.json")["rows"]
     compressor = load("dsv4_compressor_h200.json")["rows"]
     compressor = [row for row in compressor if row.get("layout") == "paged"]
     mla_report, sparse = mla.decode_report(), load(block_sparse.RESULT)
@@ -140,6 +141,11 @@ def _headline() -> str:
             f"KDA decode step, {len(steps)} sizes",
             "FlashInfer (8 and 32 heads), vLLM, sglang, FLA",
             [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in steps],
+        ),
+        (
+            f"KDA verification of drafts, {len(drafts)} sizes",
+            "sglang",
+            [row["best_peer_us"] / kda.committed_us(row) for row in drafts],
         ),
         (
             f"DeepSeek-V4's compressor, {len(compressor)} sizes",
