@@ -12,8 +12,8 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from backend_core.engines.vllm_flag import say
 from kda_backend.engines.prefill_calls import PARTIAL_CHUNKS
-from kda_backend.engines.vllm_run import Pools, Runtime, records_of, run_segment, verify
-from kda_backend.engines.vllm_step import Draft, Segment
+from kda_backend.engines.vllm_run import Pools, Runtime, records_of, run_part, verify
+from kda_backend.engines.vllm_step import Draft, StepPart
 from kda_backend.layer import LayerWeights, Projections
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection, warm_up
@@ -40,11 +40,11 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
         qkv, g, beta, gate, out = (tensor[begin:end] for tensor in x)
         return Projections(qkv, g, beta, gate, torch.empty_like(out))
 
-    def prefills(lengths: list[int], *, known: bool = False) -> Segment:
+    def prefills(lengths: list[int], *, known: bool = False) -> StepPart:
         """``known``: the host knows the lengths, as in steps without drafts."""
         host = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu")
         bounds, n = host.cumsum(0, dtype=torch.int32), len(lengths)
-        return Segment(
+        return StepPart(
             0,
             sum(lengths),
             torch.full((n,), -1, dtype=torch.int32, device=device),
@@ -57,13 +57,13 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
             ),
         )
 
-    def with_and_without_checkpoints(step: Segment) -> list[Segment]:
+    def with_and_without_checkpoints(step: StepPart) -> list[StepPart]:
         if not runtime.checkpoints:
             return [step]
         none = torch.full_like(step.state_indices, NULL_BLOCK_ID)
         return [step, replace(step, checkpoints=Checkpoints.of(none, none, NULL_BLOCK_ID))]
 
-    def decodes(count: int) -> Segment:
+    def decodes(count: int) -> StepPart:
         return replace(prefills([1] * count), has_initial_state=None, step_plan=None)
 
     def drafts(rows: torch.Tensor | None) -> Draft:
@@ -82,12 +82,12 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
             if begin + count > total:
                 continue
             step, known = prefills([1] * count), prefills([1] * count, known=True)
-            for segment in (
+            for part in (
                 decodes(count),
                 *with_and_without_checkpoints(step),
                 *with_and_without_checkpoints(known),
             ):
-                run_segment(forced, weights, tokens(begin, begin + count), pools, segment)
+                run_part(forced, weights, tokens(begin, begin + count), pools, part)
         if runtime.max_draft:
             rows = torch.arange(total, device=device)[:16]
             n = len(rows)
@@ -104,7 +104,7 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
     most = runtime.max_sequences if runtime.max_draft else 1 + PARTIAL_CHUNKS
     requests = max(1, min(runtime.max_sequences, most, total))
     largest = prefills([total - requests + 1] + [1] * (requests - 1), known=True)
-    run_segment(runtime, weights, tokens(0, total), pools, largest)
+    run_part(runtime, weights, tokens(0, total), pools, largest)
     taken = 0 if runtime.scratch is None else runtime.scratch.nbytes / 2**20
     say(f"kernels are loaded; scratch memory of {total} tokens is {taken:.0f} MiB")
 

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from kda_backend import layer
 from kda_backend.contract.values import DraftInputs, Records, StateRef
-from kda_backend.engines.vllm_step import Draft, Segment, build_step
+from kda_backend.engines.vllm_step import Draft, StepPart, build_step
 from kda_backend.layer import LayerWeights, Projections
 from kda_backend.scratch import Scratch, scratch_of_call
 from kda_backend.selection import KdaSelection
@@ -66,13 +66,13 @@ def run_step(
         others = step.prefills[0] if step.prefills else step.decode
         verify(runtime, weights, whole, pools, step.draft, others, records_of(module))
         return
-    for segment in (step.decode, *step.prefills):
-        if segment is not None:
+    for part in (step.decode, *step.prefills):
+        if part is not None:
             x = whole
-            if segment.end - segment.begin != whole.out.shape[0]:
-                rows = slice(segment.begin, segment.end)
+            if part.end - part.begin != whole.out.shape[0]:
+                rows = slice(part.begin, part.end)
                 x = Projections(*(tensor[rows] for tensor in whole))
-            run_segment(runtime, weights, x, pools, segment, is_first=is_first)
+            run_part(runtime, weights, x, pools, part, is_first=is_first)
     if step.num_tokens < whole.out.shape[0]:
         whole.out[step.num_tokens :].zero_()
 
@@ -91,12 +91,12 @@ def records_of(module: Any) -> Records | None:
     return None if kept is None else Records(kept.correction, kept.key_gate, by_norm=False)
 
 
-def run_segment(
+def run_part(
     runtime: Runtime,
     weights: LayerWeights,
     x: Projections,
     pools: Pools,
-    segment: Segment,
+    part: StepPart,
     *,
     is_first: bool = False,
 ) -> None:
@@ -105,16 +105,16 @@ def run_segment(
     Args:
         is_first: the step's slots were made just before, and not a projection's launches ago.
     """
-    conv_pool, state = _windows(pools), _state_of(pools, segment)
+    conv_pool, state = _windows(pools), _state_of(pools, part)
     args = (weights, runtime.selection, x, conv_pool, state)
-    if segment.step_plan is None:
-        layer.decode(*args, pdl_prefetch_safe=not (is_first and segment.copied))
+    if part.step_plan is None:
+        layer.decode(*args, pdl_prefetch_safe=not (is_first and part.copied))
     else:
         layer.prefill(
             *args,
-            segment.step_plan,
+            part.step_plan,
             scratch_of_call(runtime.scratch, x.out.device),
-            checkpoints=segment.checkpoints,
+            checkpoints=part.checkpoints,
         )
 
 
@@ -124,8 +124,8 @@ def run_any_batch(
     x: Projections,
     pools: Pools,
     is_decode: torch.Tensor,
-    decodes: Segment,
-    prefills: Segment,
+    decodes: StepPart,
+    prefills: StepPart,
 ) -> None:
     """A pass whose requests only the GPU knows; ``is_decode``: of the rows of ``decodes``."""
     assert prefills.step_plan is not None
@@ -148,8 +148,8 @@ def _windows(pools: Pools) -> torch.Tensor:
     return pools[0] if pools[0].shape[2] == 3 else pools[0][:, :, :3]
 
 
-def _state_of(pools: Pools, segment: Segment) -> StateRef:
-    indices, initial = segment.state_indices, segment.has_initial_state
+def _state_of(pools: Pools, part: StepPart) -> StateRef:
+    indices, initial = part.state_indices, part.has_initial_state
     return StateRef.pool(pools[1], indices, initial, null_slot=NULL_BLOCK_ID)
 
 
@@ -159,7 +159,7 @@ def verify(
     whole: Projections,
     pools: Pools,
     draft: Draft,
-    others: Segment | None,
+    others: StepPart | None,
     records: Records | None = None,
 ) -> None:
     """Drafts, and the prefills or decodes beside them, whose tokens may lie between those of
@@ -188,5 +188,5 @@ def verify(
     whole.out.index_copy_(0, draft.rows, x.out)
     if others is not None:
         x = gathered(draft.others)
-        run_segment(runtime, weights, x, pools, others)
+        run_part(runtime, weights, x, pools, others)
         whole.out.index_copy_(0, draft.others, x.out)

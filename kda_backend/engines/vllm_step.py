@@ -18,7 +18,7 @@ from kda_backend.step_plan import StepPlan, build_step_plan
 
 
 @dataclass(frozen=True)
-class Segment:
+class StepPart:
     """The decodes or prefills of one call; ``begin`` and ``end`` are token offsets of the step.
 
     Attributes:
@@ -59,8 +59,8 @@ class VllmStep:
     """One step's batch, derived from the engine's metadata once and shared by all layers."""
 
     num_tokens: int
-    decode: Segment | None
-    prefills: Sequence[Segment]  # more than one where the step has too many chunks for one call
+    decode: StepPart | None
+    prefills: Sequence[StepPart]  # more than one where the step has too many chunks for one call
     draft: Draft | None = None
 
 
@@ -82,7 +82,7 @@ def build_step(
         return plans[key]
 
     decode = draft = None
-    prefills: list[Segment] = []
+    prefills: list[StepPart] = []
     tables = selection.target.vendor != "cpu"
     begin = m.num_decode_tokens
     # Kimi-K3's metadata has no masks
@@ -107,11 +107,11 @@ def build_step(
         given = m.non_spec_state_indices_tensor[:begin]
         indices = given.contiguous()
         # beside prefills too these all go on: vLLM counts first tokens with the prefills
-        decode = Segment(0, begin, indices, None, None, copied=not given.is_contiguous())
+        decode = StepPart(0, begin, indices, None, None, copied=not given.is_contiguous())
     if m.num_prefills:
         for part in _calls(_prefills(m), most_chunks):
             prefills.append(
-                Segment(
+                StepPart(
                     begin + part.begin,
                     begin + part.end,
                     _aligned(part.slots),

@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from backend_core.launch.streams import is_capturing
 from kda_backend.engines.vllm_run import Runtime
-from kda_backend.engines.vllm_step import Segment
+from kda_backend.engines.vllm_step import StepPart
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.step_plan import StepPlan, build_step_plan
 
@@ -111,7 +111,7 @@ class StepTables:
 
     def rows_of(
         self, prefix: str, attn_metadata: Any, tokens: int, plans: dict[Any, StepPlan]
-    ) -> tuple[torch.Tensor, Segment, Segment]:
+    ) -> tuple[torch.Tensor, StepPart, StepPart]:
         """Rows that the layer of ``prefix`` runs in a pass of so many tokens, with padding:
         which of the first tokens decode, the rows of decodes, and the prefills.
 
@@ -129,10 +129,10 @@ class StepTables:
         checkpoints = group.checkpoints
         if checkpoints is not None:
             checkpoints = Checkpoints(*(table[:rows] for table in checkpoints))
-        prefills = Segment(
+        prefills = StepPart(
             *(0, tokens, group.slots[:rows], self._has_initial[:rows], plans[key]), checkpoints
         )
-        decodes = Segment(0, rows, group.decodes[:rows], None, None)
+        decodes = StepPart(0, rows, group.decodes[:rows], None, None)
         return self._is_decode[:rows], decodes, prefills
 
     def _group(self, prefix: str, attn_metadata: Any) -> CacheGroup:

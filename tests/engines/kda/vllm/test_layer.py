@@ -154,7 +154,7 @@ def test_a_second_engine_of_a_process_profiles_its_longer_steps(
     vllm_profile._warm.clear()
     tokens: list[int] = []
     seen = lambda *args: tokens.append(args[2].out.shape[0])  # noqa: E731
-    monkeypatch.setattr(vllm_profile, "run_segment", seen)
+    monkeypatch.setattr(vllm_profile, "run_part", seen)
     runtimes = []
     for longest in (100, 60, 300):
         config = engine_config(flag=True)
