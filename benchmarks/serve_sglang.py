@@ -244,7 +244,7 @@ def measure(
 ) -> None:
     """The parts in the order of their worth, as far as the time and the caches' room go."""
     if asked.turn is not None:
-        serve_work.tokens_parts(side, asked, parts)
+        serve_work.before_the_turn(side, asked, parts)
         asked.turn.alone(side.until)
     if "first" in parts:
         serve_work.first_part(side, asked)

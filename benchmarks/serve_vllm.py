@@ -202,7 +202,7 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
         return {"steps": [tokens for _, tokens in cut]}
 
     if asked.turn is not None:
-        serve_work.tokens_parts(side, asked, parts)
+        serve_work.before_the_turn(side, asked, parts)
         asked.turn.alone(side.until)
     if "first" in parts:
         serve_work.first_part(side, asked)

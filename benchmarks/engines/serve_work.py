@@ -46,6 +46,7 @@ MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 64, (300, 5000), (32, 127)
 LONG_PROMPT = (4096, 9000)
 CROWDS = {"crowd": (384, 256, 384), "long_crowd": (256, 8192, 384)}
 """Requests, tokens of their prompts and new tokens of the parts that fill a server."""
+_CROWD_S = {"crowd": 50.0, "long_crowd": 65.0}
 DETERMINISTIC = "deterministic_prefix"  # a variant of the flag's side in both engines
 UPSTREAM_GRAPHS = "upstream_graphs"  # upstream with prefill graphs of the flag's sizes
 WITHOUT_FLAG = ("upstream", UPSTREAM_GRAPHS)
@@ -223,11 +224,21 @@ def mixed_row(generate: Callable[[list[list[int]], list[int]], float]) -> dict[s
     return row(what, "mixed", sum(timed) / len(timed), runs_ms=timed, first_ms=first)
 
 
-def crowd_parts(side: SideFile, asked: Asked, parts: list[str]) -> None:
-    """More requests at once than a server has room for: the tokens that it writes in a second."""
+def before_the_turn(side: SideFile, asked: Asked, parts: list[str]) -> None:
+    """What sides that load beside each other do at the same time: tokens, and what a crowd's first
+    requests compile."""
+    tokens_parts(side, asked, parts)
     for name in CROWDS:
         if name in parts:
-            side.part(name, 30, functools.partial(_crowd, side, asked, name))
+            _, length, _ = CROWDS[name]
+            asked.generate(asked.prompts(8, length), [8] * 8)
+
+
+def crowd_parts(side: SideFile, asked: Asked, parts: list[str]) -> None:
+    """More requests at once than a server has room for: the tokens that it writes in a second."""
+    for name, seconds in _CROWD_S.items():
+        if name in parts:
+            side.part(name, seconds, functools.partial(_crowd, side, asked, name))
 
 
 def _crowd(side: SideFile, asked: Asked, name: str) -> None:
