@@ -69,10 +69,11 @@ def records_for(vllm_config: Any, module: Any, lower_bound: float | None) -> Lay
         dtype=vllm_config.model_config.dtype,
         device=torch.device(vllm_config.device_config.device_type),
     )
-    row = sum(x.nbytes for x in made[:2]) / number
+    size = sum(x.nbytes for x in made[:2])
     say(
-        f"drafts of {1 + drafted} tokens are kept as records of {row / 2**10:.0f} KiB per request"
-        f" and layer, for {number} requests (--max-num-seqs), and take no blocks of the cache"
+        f"drafts of {1 + drafted} tokens take no blocks of the cache: they are kept as records of"
+        f" {size / number / 2**10:.0f} KiB per request and layer, and those of {number} requests"
+        f" (--max-num-seqs) take {size / 2**20:.0f} MiB in each KDA layer"
     )
     return LayerRecords(*made[:2], lower_bound)
 
