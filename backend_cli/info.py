@@ -244,7 +244,7 @@ def _print_short(operators: Sequence[dict[str, Any]]) -> None:
             if features is not of_most:
                 print(wrapped(_difference(features, of_most), 4))
             for size, path, date in rows:
-                print(f"  {name:{width}}  {size:28}  {path:15}  {date}")
+                print(f"  {name:{width}}  {size:26}  {path:15}  {date}")
                 name = ""
         if any(" to " in size for _, rows in groups for size, *_ in rows):
             print(wrapped(f"sizes in {operator['grid']}", 4))

@@ -47,7 +47,7 @@ def sizes(row: Facts) -> str:
     if row["low"] is None:
         return "none"
     words = [] if row["low"] == 1 and row["high"] is None else [_grids(row)]
-    limits = {"max_longest": "longest <= ", "min_longest": "longest >= ", "max_width": "heads <= "}
+    limits = {"max_longest": "longest ≤ ", "min_longest": "longest ≥ ", "max_width": "heads ≤ "}
     words += [f"{limits[name]}{row[name]}" for name in LIMITS if row[name] is not None]
     return ", ".join(words) or "any size"
 
@@ -60,7 +60,7 @@ def when(row: Facts) -> str:
 def oldest(dates: Iterable[str]) -> str:
     """The oldest of some `when`, and whether others were not measured."""
     found = sorted(set(dates))
-    return f"{found[0]}, in part" if len(found) > 1 and "not measured" in found else found[0]
+    return f"{found[0]} (part)" if len(found) > 1 and "not measured" in found else found[0]
 
 
 def columns(table: Iterable[tuple[str, ...]], indent: int) -> list[str]:

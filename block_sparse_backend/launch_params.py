@@ -55,6 +55,7 @@ class GluonParams:
 
 
 GRID = "query tiles times heads"
+_ANY = "any_head_size any_tile packed"
 _EITHER = {"torch": NoParams, "triton": NoParams}
 TABLES = TableSchema(
     family="block_sparse",
@@ -69,6 +70,7 @@ TABLES = TableSchema(
             },
             folder="block_sparse_backend.dense16",
             requires=methodcaller("requires"),
+            features={"torch": _ANY, "triton": _ANY, "gluon": "packed"},
         ),
         Operator(
             name="block_sparse_int8",
@@ -76,6 +78,7 @@ TABLES = TableSchema(
             paths={"torch": TorchParams, "triton": TritonParams},
             folder="block_sparse_backend.dense8",
             requires=methodcaller("requires"),
+            features=dict.fromkeys(_EITHER, "any_tile e4m3_values"),
         ),
         Operator(
             name="quantise",
@@ -83,6 +86,7 @@ TABLES = TableSchema(
             paths=_EITHER,
             folder="block_sparse_backend.quantise",
             requires=methodcaller("requires"),
+            features=dict.fromkeys(_EITHER, "e4m3_values"),
         ),
         Operator(name="predict", grid=GRID, paths=_EITHER, folder="block_sparse_backend.predict"),
         Operator(name="plan", grid=GRID, paths=_EITHER, folder="block_sparse_backend.plan"),

@@ -153,6 +153,12 @@ _PREFILL: dict[str, Any] = {
     "grid": "windows in the step plan",
     "folder": "dsv4_backend.prefill",
     "requires": _of_layout,
+    "features": {
+        "one_launch": "paged",
+        "two_launch": "ring",
+        "column_split": "paged ring",
+        "torch": "paged ring",
+    },
 }
 _ROWS: dict[str, Any] = {"grid": "rows", "folder": "dsv4_backend.in_place", "paths": _IN_PLACE}
 

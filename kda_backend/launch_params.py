@@ -202,11 +202,34 @@ _CHUNKS = "64-token chunks, each sequence's counted on its own, times value head
 _SEQUENCES = "sequences times value heads of this rank"
 
 
+_GATES = "bounded_gate unbounded_gate grouped_values"
+_KEPT = f"{_GATES} batch_invariant"  # bits of a request, whatever else is in the call
+_STEP = f"{_KEPT} any_dtype"
+_ANY_STEP = f"{_STEP} any_head_dim"
+_POOLED = f"{_ANY_STEP} unaligned_state"
+_PREFILL = f"{_KEPT} deterministic_prefix"
+_ANY_PREFILL = f"{_PREFILL} any_dtype any_head_dim wide_rows"
+FEATURES = {
+    "prefill": {
+        "one_launch_sm90": _PREFILL,
+        "segmented_sm90": _GATES,
+        "two_stage_sm90": _PREFILL,
+        "two_stage": _ANY_PREFILL,
+        "torch": _ANY_PREFILL,
+    },
+    "recurrent": {"recurrent": _ANY_STEP, "torch": _ANY_STEP},
+    "decode_step": {"fused_sm90": _STEP, "fused": _POOLED, "torch": _POOLED},
+    "verify": {"fused": _ANY_STEP, "torch": _ANY_STEP},
+    "verify_records": {"fused_sm90": _STEP, "fused": _POOLED, "torch": _POOLED},
+}
+"""By operator and path what `KdaShape.requires` may ask for, and the path has."""
+
+
 def _operator(
     name: str, grid: str, paths: dict[str, type[Any] | str], unit_tokens: int = 1
 ) -> Operator:
-    requires = methodcaller("requires", name)
-    return Operator(name, grid, paths, f"kda_backend.{name}", requires, unit_tokens)
+    requires, folder = methodcaller("requires", name), f"kda_backend.{name}"
+    return Operator(name, grid, paths, folder, requires, unit_tokens, FEATURES[name])
 
 
 TABLES = TableSchema(

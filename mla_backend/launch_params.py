@@ -67,6 +67,8 @@ def check_plan(overhead: int, min_blocks: int) -> None:
         raise ValueError(f"min_blocks must be 1 to 64, got {min_blocks}")
 
 
+_ROWS = "8_rows 16_rows 32_rows 1024_rows"
+_ANY = f"{_ROWS} any_dtype any_page_size"
 TABLES = TableSchema(
     family="mla",
     operators=(
@@ -76,6 +78,7 @@ TABLES = TableSchema(
             paths={"torch": NoParams, "triton": TritonMlaParams, "sm90": Sm90MlaParams},
             folder="mla_backend.decode",
             requires=methodcaller("requires"),
+            features={"torch": _ANY, "triton": _ANY, "sm90": _ROWS},
         ),
         *SPARSE_OPERATORS,
     ),

@@ -56,6 +56,7 @@ class GluonSparseMlaParams:
             raise ValueError(f"fetch_warps must be 4 or 8, got {self.fetch_warps}")
 
 
+_ANY = "16_heads 32_heads 64_heads 128_heads fp8_ds_mla_cache bf16_rows_cache"
 OPERATORS = (
     Operator(
         name="sparse_mla",
@@ -67,5 +68,6 @@ OPERATORS = (
         },
         folder="mla_backend.sparse",
         requires=SparseMlaSpec.requires,
+        features=dict.fromkeys(("torch", "triton", "gluon_sm90"), _ANY),
     ),
 )

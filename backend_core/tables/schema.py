@@ -52,6 +52,7 @@ class Operator:
             field with the name of a section is that section; its ``__post_init__`` may refuse
             values with a ``ValueError``.
         folder: the package that has a module for each path, by the path's name.
+        features: for each path name what the path can do, in one string; a row may take away.
         requires: the features that a row must have to serve a layer.
         unit_tokens: tokens of a sequence that count once in the grid; 1 where it counts none.
     """
@@ -62,6 +63,7 @@ class Operator:
     folder: str = ""
     requires: Callable[[Any], frozenset[str]] = field(default=lambda spec: frozenset(), hash=False)
     unit_tokens: int = 1
+    features: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def bind(self, row: KernelPath, spec: object, target: Target) -> Callable[..., Any]:
         """The function that runs calls of such layers on a path; compiles what it needs.
@@ -140,7 +142,8 @@ class KernelPath:
             serves only calls whose lengths the host knows; a row without follows for the others.
         max_width: the most heads times sequences as long as the longest, if all tokens of the call
             were in such sequences.
-        features: what the path can do; a call whose needs exceed it is refused.
+        features: what the path can do, as far as the row uses it; a call whose needs exceed that
+            is refused.
         params: launch parameters, an instance of the operator's dataclass for this path.
         measured: whether the parameters were chosen by measuring on this architecture.
         provenance: GPU, date and result file of that measurement, or what stands in for it.
@@ -281,20 +284,36 @@ def _parse_row(
     for limit in ("max_grid", *LIMITS):
         if entry.get(limit, 1) < 1:
             raise ValueError(f"{where}: {limit} must be at least 1, got {entry[limit]}")
-    features = frozenset(entry.get("features", ()))
-    for feature in features:
-        if not isinstance(feature, str):
-            raise ValueError(f"{where}: features must be strings, got {feature!r}")
     return KernelPath(
         name=entry["name"],
         operator=entry["operator"],
         max_grid=entry.get("max_grid"),
-        features=features,
+        features=_features(where, entry, operator),
         params=_row_params(where, entry, kind, sections),
         measured="date" in entry,
         provenance=_provenance(where, entry, given),
         **{limit: entry.get(limit) for limit in LIMITS},
     )
+
+
+def _features(where: str, entry: Mapping[str, Any], operator: Operator) -> frozenset[str]:
+    """The path's, or those of them that the row names; a row of upstream's names its own."""
+    name, given = entry["name"], entry.get("features")
+    for feature in given or ():
+        if not isinstance(feature, str):
+            raise ValueError(f"{where}: features must be strings, got {feature!r}")
+    if name == UPSTREAM:
+        return frozenset(given or ())
+    own = frozenset(operator.features.get(name, "").split())
+    if given is None:
+        return own
+    if unknown := set(given) - own:
+        has = f"has {_names(set(own))}" if own else "has none"
+        raise ValueError(
+            f"{where}: features must be of the {operator.name} path {name}, which {has};"
+            f" got {_names(unknown)}"
+        )
+    return frozenset(given)
 
 
 def _row_params(

@@ -10,7 +10,7 @@ operator, which path runs up to which grid and with which launch parameters:
     operator = "recurrent"
     name = "recurrent"
     max_grid = 264                # serves grids up to and including this one
-    features = ["bounded_gate"]   # none by default
+    features = ["bounded_gate"]   # of the path's (`schema.Operator`), all by default
     source = "benchmarks/results/kda_decode_h200.json"
     date = "2026-11-21"           # the row's parameters were measured
     [path.params]                 # the fields of the path's dataclass (`schema.Operator.paths`)

@@ -44,7 +44,7 @@ def test_every_row_that_serves_is_a_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(len(line) <= 80 for line in out.partition("strict")[2].splitlines())
     assert "kda on H200, from shipped kda/nvidia_sm90.toml" in out
     (long,) = [line for line in out.splitlines() if "segmented_sm90" in line]
-    assert re.split("  +", long)[1:3] == ["longest >= 4096, heads <= 8", "segmented_sm90"]
+    assert re.split("  +", long)[1:3] == ["longest ≥ 4096, heads ≤ 8", "segmented_sm90"]
     for family in report("--target", "H200")["targets"][0]["families"]:
         shown = out.partition(f"{family['family']} on H200, from")[2].partition("\n\n")[0]
         for operator in family["operators"]:
@@ -69,7 +69,7 @@ def test_every_row_that_serves_is_a_line(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_date_is_the_oldest_of_what_was_measured() -> None:
     assert oldest(["2026-11-26", "2026-11-24"]) == "2026-11-24"
-    assert oldest(["not measured", "2026-11-26"]) == "2026-11-26, in part"
+    assert oldest(["not measured", "2026-11-26"]) == "2026-11-26 (part)"
     assert oldest(["not measured", "not measured"]) == "not measured"
 
 

@@ -55,6 +55,7 @@ TOY = TableSchema(
             {name: NoParams for name in PREFILL_PATHS}
             | {"fused": TileParams, "modelled": "cost_model"},
             requires=lambda features: features,
+            features=dict.fromkeys((*PREFILL_PATHS, "fused"), "varlen snapshots state_pool x y"),
         ),
         Operator("decode", "sequences", {"recurrent": NoParams}),
     ),
@@ -115,6 +116,16 @@ def three_buckets(directory: Path) -> PathTable:
     )
 
 
+def test_a_row_has_what_its_path_can_do_or_less(tmp_path: Path) -> None:
+    text = row(max_grid=4, features=None) + row(max_grid=8, features=["x"]) + row(features=[])
+    rows = load(tmp_path, text + DECODE).rows
+    assert [path.features for path in rows[:3]] == [
+        {"varlen", "snapshots", "state_pool", "x", "y"},
+        {"x"},
+        set(),
+    ]
+
+
 def test_rows_are_read_whole(tmp_path: Path) -> None:
     measured = row(
         name="fused",
@@ -169,6 +180,15 @@ def test_a_path_may_take_its_parameters_from_a_section(tmp_path: Path) -> None:
         (row(gpu="H200") + DECODE, "path 1: a measured row needs date too"),
         (row(date="2026-11-21") + DECODE, "path 1: a measured row needs gpu too"),
         (row(features=[1]) + DECODE, "path 1: features must be strings, got 1"),
+        (
+            row(name="small", features=["varlen", "z"]) + DECODE,
+            "path 1: features must be of the prefill path small, which has snapshots, state_pool,"
+            " varlen, x, y; got z",
+        ),
+        (
+            row() + row("decode", "recurrent", features=["x"]),
+            "path 2: features must be of the decode path recurrent, which has none; got x",
+        ),
         (fused(block_v=0.5) + DECODE, r"path 1: params.block_v must be int, got 0.5"),
         (fused(block_v=True) + DECODE, r"path 1: params.block_v must be int, got True"),
         (
