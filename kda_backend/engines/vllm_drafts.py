@@ -82,8 +82,11 @@ def keep_records(vllm_config: Any, module: Any, lower_bound: float | None, targe
 
 
 def _not_served(vllm_config: Any, module: Any) -> str | None:
-    if vllm_config.speculative_config is None:
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative is None:
         return "the server does not draft"
+    if model is speculative.draft_model_config and model is not speculative.target_model_config:
+        return "this model proposes drafts, and verifies none"
     if hasattr(module, "recoverssm_backend"):
         return "Kimi-K3 has them in vLLM, under --use-replayssm"
     if not vllm_config.use_v2_model_runner:

@@ -121,6 +121,10 @@ VLLM_RECORDS = Part(
     "vllm",
     "records of drafts of other KDA layers",
     (
+        Seam(
+            "vllm.config.speculative:SpeculativeConfig",
+            has="draft_model_config target_model_config",
+        ),
         # Kimi-K3's commit, of layers that look like its own
         Seam(f"{_RECOVER}:KDARecoverSSMRecords", has="correction key_gate"),
         Seam(

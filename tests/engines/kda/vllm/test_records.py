@@ -319,6 +319,9 @@ def test_what_is_not_served_is_named_and_keeps_states(
     assert refused(drafting_config(speculative_config=None), caplog) == "the server does not draft"
     assert "under --use-replayssm" in refused(drafting_config(), caplog, "Kimi-K3")
     config = drafting_config()
+    config.speculative_config.target_model_config = drafting_config().model_config
+    assert "proposes drafts" in refused(config, caplog)  # as of a draft's model
+    config = drafting_config()
     config.parallel_config.pipeline_parallel_size = 2
     assert "a pipeline's later steps" in refused(config, caplog)
     config = drafting_config()
