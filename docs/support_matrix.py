@@ -186,13 +186,14 @@ def _triton() -> list[str]:
         "torch brings Triton along, and an engine requires one release of torch. Each GPU result",
         "names its release, and CI's tests are of Triton 3.6.0 (torch 2.11). CI also compiles the",
         "kernels for Hopper with the newest engines' release and interprets a KDA decode with it.",
-        f"Other releases compile them as follows ([result]({_link(TRITON)})):",
+        f"Other releases do as follows ([result]({_link(TRITON)})):",
         "",
-        "| Triton | torch | what | compile |",
+        "| Triton | torch | what | right |",
         "|---|---|---|---|",
     ]
     for row in rows:
-        right = f"{row['kernels'] - len(row['failed'])} of {row['kernels']}"
+        number = row.get("kernels", row.get("tests"))
+        right = f"{number - len(row['failed']):,} of {number:,}"
         lines.append(f"| {row['triton']} | {row['torch']} | {row['what']} | {right} |")
     return lines
 
