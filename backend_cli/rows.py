@@ -47,7 +47,7 @@ def sizes(row: Facts) -> str:
     if row["low"] is None:
         return "none"
     words = [] if row["low"] == 1 and row["high"] is None else [_grids(row)]
-    limits = {"max_longest": "longest ≤ ", "min_longest": "longest ≥ ", "max_width": "heads ≤ "}
+    limits = {"max_longest": "length <= ", "min_longest": "length >= ", "max_width": "heads <= "}
     words += [f"{limits[name]}{row[name]}" for name in LIMITS if row[name] is not None]
     return ", ".join(words) or "any size"
 

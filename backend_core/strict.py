@@ -20,14 +20,25 @@ class FallbackError(RuntimeError):
     """A fallback to upstream's code was refused because strict mode is on."""
 
 
+_OFF = ("0", "false", "no", "off")
+_ON = ("1", "true", "yes", "on")
+
+
 def is_on(variable: str) -> bool:
     """Whether an environment variable is set, and to none of ``0``, ``false``, ``no``, ``off``."""
-    return os.environ.get(variable, "").strip().lower() not in ("", "0", "false", "no", "off")
+    return os.environ.get(variable, "").strip().lower() not in ("", *_OFF)
 
 
 def choice(variable: str) -> bool | None:
-    """`is_on` of an environment variable that is set, and ``None`` of one that is not."""
-    return is_on(variable) if os.environ.get(variable, "").strip() else None
+    """Read an environment variable that is on or off; ``None`` where it is not set.
+
+    Raises:
+        ValueError: it is set to another word than on or off.
+    """
+    given = os.environ.get(variable, "").strip().lower()
+    if given and given not in (*_OFF, *_ON):
+        raise ValueError(f"{variable} must be 0 or 1, got {given!r}")
+    return given in _ON if given else None
 
 
 def strict_mode() -> bool:

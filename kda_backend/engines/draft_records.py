@@ -10,7 +10,11 @@ VARIABLE = "KDA_DSV4_DRAFT_RECORDS"
 
 
 def asked() -> bool | None:
-    """The user's wish; ``None`` where that is left to `wanted`."""
+    """The user's wish; ``None`` where that is left to `wanted`.
+
+    Raises:
+        ValueError: the variable has another value than 0 or 1.
+    """
     return choice(VARIABLE)
 
 
@@ -21,6 +25,6 @@ def wanted(target: Target, tokens: int, fewest: int) -> bool:
         tokens: with the one that is verified besides; fewest: from which on a step with its commit
             was measured to be faster than with states.
     """
-    if (choice := asked()) is not None:
-        return choice
+    if (wish := asked()) is not None:
+        return wish
     return target.arch.startswith("sm90") and tokens >= fewest

@@ -62,6 +62,7 @@ def keep_records(vllm_config: Any, module: Any, lower_bound: float | None, targe
         lower_bound: of its gate; ``None`` without one.
 
     Raises:
+        ValueError: `draft_records.VARIABLE` has another value than 0 or 1.
         FallbackError: they are asked for and not served, in strict mode.
     """
     asked, replays = draft_records.asked(), vllm_config.cache_config.use_replayssm

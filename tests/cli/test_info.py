@@ -44,7 +44,7 @@ def test_every_row_that_serves_is_a_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(len(line) <= 80 for line in out.partition("strict")[2].splitlines())
     assert "kda on H200, from shipped kda/nvidia_sm90.toml" in out
     (long,) = [line for line in out.splitlines() if "segmented_sm90" in line]
-    assert re.split("  +", long)[1:3] == ["longest ≥ 4096, heads ≤ 8", "segmented_sm90"]
+    assert re.split("  +", long)[1:3] == ["length >= 4096, heads <= 8", "segmented_sm90"]
     for family in report("--target", "H200")["targets"][0]["families"]:
         shown = out.partition(f"{family['family']} on H200, from")[2].partition("\n\n")[0]
         for operator in family["operators"]:

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from backend_core import strict
-from backend_core.strict import FallbackError, fallback, strict_mode
+from backend_core.strict import FallbackError, choice, fallback, strict_mode
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,19 @@ def test_strict_mode_reads_the_environment(
     if value is not None:
         monkeypatch.setenv("KDA_DSV4_STRICT", value)
     assert strict_mode() is expected
+
+
+def test_a_choice_is_on_off_or_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for value in ("", "0", "Off", "1", "true"):
+        monkeypatch.setenv("KDA_DSV4_TEST", value)
+        found.append(choice("KDA_DSV4_TEST"))
+    assert found == [None, False, False, True, True]
+    monkeypatch.delenv("KDA_DSV4_TEST")
+    assert choice("KDA_DSV4_TEST") is None
+    monkeypatch.setenv("KDA_DSV4_TEST", "states")
+    with pytest.raises(ValueError, match="KDA_DSV4_TEST must be 0 or 1, got 'states'"):
+        choice("KDA_DSV4_TEST")
 
 
 def test_each_reason_is_logged_once(

@@ -365,6 +365,12 @@ def test_long_drafts_are_kept_as_records_on_hopper(
     assert layer.recoverssm_records is None
 
 
+def test_another_value_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "states")
+    with pytest.raises(ValueError, match=f"{VARIABLE} must be 0 or 1, got 'states'"):
+        build(MODELS["Ling-V3"], drafting_config())
+
+
 def test_kimi_linear_has_vllms_own_option(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
