@@ -7,9 +7,8 @@ modes or eager execution stays as it is, and so do servers of a kind for which n
 The sizes are of steps with prefills. vLLM would capture its graphs of decodes alone in them too,
 whose attention keeps memory for each token; these stay what they are without the flag.
 
-A graph of a step with prefills breaks at each attention layer upstream. Here a second graph of each
-size holds the KDA layers too (`vllm_tables`), and is replayed where the step's requests fit its
-tables; a third holds the MLA layers as well (`vllm_prompts`), for steps that begin all requests.
+A graph of a step with prefills breaks at each KDA layer upstream. Here a second graph of each size
+holds these layers too (`vllm_tables`), and is replayed where the step's requests fit its tables.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kda_backend.engines.vllm_seams import VLLM_CAPTURE, VLLM_GRAPHS
 from kda_backend.family import model_refusal
 
 _INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
-_TABLES, _PROMPTS = "_kda_dsv4_tables", "_kda_dsv4_prompts"  # on a CudaGraphManager
+_TABLES = "_kda_dsv4_tables"  # on a CudaGraphManager
 _OF_DECODES = "_kda_dsv4_of_decodes"  # on a CompilationConfig: tokens of the largest such graph
 
 
@@ -76,8 +75,8 @@ def leave_decodes(runner_module: ModuleType) -> None:
 
 def capture_layers(runner_module: ModuleType) -> None:
     """Let ``CudaGraphManager`` of vLLM's module ``vllm.v1.worker.gpu.cudagraph_utils`` capture a
-    second and a third graph of each step with prefills, with attention inside; a second call
-    changes nothing."""
+    second graph of each step with prefills, with the KDA layers inside; a second call changes
+    nothing."""
     if seams.difference(VLLM_CAPTURE) is not None:
         return
     manager = runner_module.CudaGraphManager
@@ -97,8 +96,7 @@ def capture_layers(runner_module: ModuleType) -> None:
             tables = _tables_of(model, self.device)
             if tables is not None:
                 setattr(self, _TABLES, tables)
-                setattr(self, _PROMPTS, _prompts_of(model))
-                key_fn = _graph_of_pass
+                key_fn = _runs_on_tables
         init(self, model, key_fn)
 
     @functools.wraps(run)
@@ -110,23 +108,21 @@ def capture_layers(runner_module: ModuleType) -> None:
 
         from kda_backend.engines.vllm_tables import run_on
 
-        context, prompts = get_forward_context(), vars(self)[_PROMPTS]
+        context = get_forward_context()
         if self._graphs_captured:
             if tables.fill(context.attn_metadata):
-                begins = prompts is not None and tables.begins_all(context.attn_metadata)
-                run_on(tables, prompts=begins and prompts.fits(context.slot_mapping))
+                run_on(tables)
             return run(self, model, model_inputs)
         output = run(self, model, model_inputs)
-        mode = context.cudagraph_runtime_mode
         tables.clear()
-        for holds_mla in (False, True)[: 1 + (prompts is not None)]:
-            run_on(tables, prompts=holds_mla)
-            context.cudagraph_runtime_mode = runner_module.CUDAGraphMode.NONE
-            context.moe_layer_index = 0
-            model(**model_inputs)  # so that nothing is compiled or allocated during the capture
-            context.cudagraph_runtime_mode = mode
-            context.moe_layer_index = 0
-            run(self, model, model_inputs)
+        run_on(tables)
+        mode = context.cudagraph_runtime_mode
+        context.cudagraph_runtime_mode = runner_module.CUDAGraphMode.NONE
+        context.moe_layer_index = 0
+        model(**model_inputs)  # so that nothing is compiled or allocated during the capture
+        context.cudagraph_runtime_mode = mode
+        context.moe_layer_index = 0
+        run(self, model, model_inputs)
         return output
 
     setattr(run_graph, _INSTALLED, True)
@@ -147,20 +143,11 @@ def _tables_of(model: Any, device: Any) -> Any:
     return StepTables(runtimes[0], device) if runtimes else None
 
 
-def _prompts_of(model: Any) -> Any:
-    """The MLA layers that a third graph of each size holds; ``None`` where there is none."""
-    from kda_backend.engines.vllm_prompts import PromptAttention, layers_of
+def _runs_on_tables(**_: Any) -> bool:
+    """Which of a size's two graphs a pass captures or replays."""
+    from kda_backend.engines.vllm_tables import tables_of_pass
 
-    layers = layers_of(model)
-    return PromptAttention(layers) if layers else None
-
-
-def _graph_of_pass(**_: Any) -> Any:
-    """Which of a size's graphs a pass captures or replays."""
-    from kda_backend.engines.vllm_tables import pass_on_tables
-
-    found = pass_on_tables()
-    return None if found is None else found.prompts
+    return tables_of_pass() is not None
 
 
 def add_sizes(config: Any, resolve: Any) -> None:

@@ -2,8 +2,7 @@
 checkpoints, and slots for drafts.
 
 vLLM's metadata of KDA layers has the lengths on the GPU alone. Its builder has them in host memory
-too, and ours leaves them with the metadata: by them a prefill chooses its path and its schedule,
-and a step its graph.
+too, and ours leaves them with the metadata: by them a prefill chooses its path and its schedule.
 
 Checkpoints are the states inside of a prefill that the prefix cache asks a layer for. The
 scheduler, the cache's manager and the metadata builders all take from a layer's cache spec where
@@ -24,7 +23,6 @@ from backend_core.launch.streams import is_capturing
 from kda_backend.spec import CHUNK
 
 _BOUNDS = "_kda_dsv4_query_start_loc_cpu"  # on the metadata of a step
-_BEGINS = "_kda_dsv4_begins_all"  # likewise
 
 
 class ExportsCheckpoints:
@@ -106,20 +104,13 @@ def _keeping_lengths(backend: Any) -> Any:
             self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **options: Any
         ) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, *args, **options)
-            bounds, lengths = (
-                common_attn_metadata.query_start_loc_cpu,
-                common_attn_metadata.seq_lens_cpu_upper_bound,
-            )
-            setattr(metadata, _BOUNDS, bounds)
-            begins = lengths is not None and bool((lengths <= bounds.diff()).all())
-            setattr(metadata, _BEGINS, begins)
+            setattr(metadata, _BOUNDS, common_attn_metadata.query_start_loc_cpu)
             return metadata
 
         def update_block_table(self, metadata: Any, *args: Any, **options: Any) -> Any:
             """Metadata of another cache group, whose requests have the same lengths."""
             updated = super().update_block_table(metadata, *args, **options)
-            for name in (_BOUNDS, _BEGINS):
-                setattr(updated, name, getattr(metadata, name))
+            setattr(updated, _BOUNDS, getattr(metadata, _BOUNDS))
             return updated
 
     class Backend(backend):  # type: ignore[misc]
@@ -134,11 +125,6 @@ def _keeping_lengths(backend: Any) -> Any:
 
     Backend.__qualname__ = f"KeepsLengths{backend.__name__}"
     return Backend
-
-
-def begins_all(metadata: Any) -> bool:
-    """Whether no request of a step has tokens before it."""
-    return bool(getattr(metadata, _BEGINS))
 
 
 def prefill_bounds(metadata: Any, sequences: int, device: torch.device) -> torch.Tensor | None:

@@ -19,10 +19,7 @@ _METADATA = (
         takes="common_prefix_len common_attn_metadata ...",
     ),
     Seam(f"{_GDN}:GDNAttentionMetadataBuilder.update_block_table", takes="metadata ..."),
-    Seam(
-        "vllm.v1.attention.backends.utils:CommonAttentionMetadata",
-        has="query_start_loc_cpu seq_lens_cpu_upper_bound",
-    ),
+    Seam("vllm.v1.attention.backends.utils:CommonAttentionMetadata", has="query_start_loc_cpu"),
     Seam("vllm.v1.attention.backends.utils:NULL_BLOCK_ID"),
     Seam("vllm.model_executor.custom_op:PluggableLayer.register_oot"),
     Seam("vllm.model_executor.custom_op:op_registry_oot"),
@@ -281,45 +278,6 @@ VLLM_CAPTURE = Part(
     ),
 )
 
-_MLA = "vllm.model_executor.layers.attention.mla_attention"
-_MLA_PREFILL = "vllm.v1.attention.backends.mla.prefill"
-VLLM_PROMPTS = Part(
-    "vllm",
-    "MLA layers inside of prefill graphs",
-    (
-        Seam(
-            "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention._attention",
-            takes="positions q kv_c_normed k_pe attn_out",
-            body=True,
-        ),
-        Seam(
-            "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention._forward_prefill_fused",
-            body=True,
-        ),
-        Seam(
-            "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention",
-            has="layer_name prefill_backend kv_cache_dtype",
-        ),
-        Seam(
-            f"{_MLA}:MLACommonMetadata",
-            has="num_actual_tokens num_decodes num_decode_tokens num_prefills prefill decode",
-        ),
-        Seam(
-            f"{_MLA}:MLACommonPrefillMetadata",
-            given="block_table query_start_loc max_query_len q_data_type output_dtype"
-            " prefill_backend",
-        ),
-        Seam(f"{_MLA_PREFILL}.base:MLAPrefillBackend.clone"),
-        Seam(f"{_MLA_PREFILL}.base:MLAPrefillBackend.prepare_metadata", given="prefill_metadata"),
-        Seam(f"{_MLA_PREFILL}.flash_attn:FlashAttnPrefillBackend", has="vllm_flash_attn_version"),
-        Seam(
-            f"{_MLA_PREFILL}.flash_attn:FlashAttnPrefillBackend.run_prefill_new_tokens", body=True
-        ),
-        Seam("vllm.v1.kv_cache_interface:is_quantized_kv_cache"),
-        Seam("vllm.forward_context:ForwardContext", has="slot_mapping"),
-    ),
-)
-
 VLLM_CUTS = Part(
     "vllm",
     "cuts of prompts that keep bits",
@@ -361,5 +319,5 @@ VLLM_CUTS = Part(
 )
 SEAMS = (
     *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, K3_RECORDS, VLLM_RECORDS, GLM, LING, *SIZING),
-    *(VLLM_GRAPHS, VLLM_CAPTURE, VLLM_PROMPTS, VLLM_CUTS),
+    *(VLLM_GRAPHS, VLLM_CAPTURE, VLLM_CUTS),
 )

@@ -9,8 +9,7 @@ first token with the prefills. A captured decode step takes as many tokens as it
 and what it wrote for a request is what counts; the prefills begin after the last of them.
 
 The tables have room for so many prefills as make `TASKS` of the scan, and for as many decodes; a
-step with more of them, or with drafts to verify, replays the graph that breaks. One that begins all
-of its requests replays a graph with the MLA layers inside too (`vllm_prompts`).
+step with more of them, or with drafts to verify, replays the graph that breaks.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from backend_core.launch.streams import is_capturing
-from kda_backend.engines.vllm_metadata import begins_all
 from kda_backend.engines.vllm_run import Runtime
 from kda_backend.engines.vllm_step import StepPart
 from kda_backend.layer_checkpoints import Checkpoints
@@ -35,7 +33,7 @@ from kda_backend.step_plan import StepPlan, build_step_plan
 TASKS = 1024
 """Requests of a table times value heads."""
 
-_PASS = "_kda_dsv4_pass"  # on vLLM's ForwardContext, where the pass runs on tables
+_TABLES = "_kda_dsv4_tables"  # on vLLM's ForwardContext, where the pass runs on tables
 
 
 @dataclass(frozen=True)
@@ -52,15 +50,6 @@ class CacheGroup:
     slots: torch.Tensor
     decodes: torch.Tensor
     checkpoints: Checkpoints | None
-
-
-@dataclass(frozen=True)
-class TablePass:
-    """A forward pass on tables; ``prompts``: its step begins all of its requests, and the MLA
-    layers are in its graph."""
-
-    tables: StepTables
-    prompts: bool
 
 
 class StepTables:
@@ -120,14 +109,6 @@ class StepTables:
             _fill_checkpoints(group, metadata, first, number)
         return True
 
-    def begins_all(self, attn_metadata: Any) -> bool:
-        """Whether no request of a step that was taken over has tokens before it."""
-        return begins_all(attn_metadata[self._groups[0].prefix])
-
-    def cu_seqlens(self, tokens: int) -> torch.Tensor:
-        """Offsets of the prefills of a pass of so many tokens, ``[rows + 1]`` int32."""
-        return self._cu_seqlens[: min(self.rows, tokens) + 1]
-
     def rows_of(
         self, prefix: str, attn_metadata: Any, tokens: int, plans: dict[Any, StepPlan]
     ) -> tuple[torch.Tensor, StepPart, StepPart]:
@@ -137,8 +118,8 @@ class StepTables:
         Args:
             plans: of this pass. A capture makes its own, whose kernels the graph then launches.
         """
-        cu_seqlens = self.cu_seqlens(tokens)
-        rows = cu_seqlens.shape[0] - 1
+        rows = min(self.rows, tokens)
+        cu_seqlens = self._cu_seqlens[: rows + 1]
         key = ("tables", tokens, is_capturing(cu_seqlens.device))
         if key not in plans:
             plans[key] = build_step_plan(
@@ -191,23 +172,16 @@ def _fill_checkpoints(group: CacheGroup, metadata: Any, first: int, number: int)
         table[: len(values)].copy_(values)
 
 
-def run_on(tables: StepTables, *, prompts: bool = False) -> None:
-    """Let the layers of the current forward pass run on ``tables``; ``prompts`` as in
-    `TablePass`."""
-    setattr(get_forward_context(), _PASS, TablePass(tables, prompts))
-
-
-def pass_on_tables() -> TablePass | None:
-    """What the current forward pass runs on, where that is tables."""
-    if not is_forward_context_available():
-        return None
-    return getattr(get_forward_context(), _PASS, None)
+def run_on(tables: StepTables) -> None:
+    """Let the layers of the current forward pass run on ``tables``."""
+    setattr(get_forward_context(), _TABLES, tables)
 
 
 def tables_of_pass() -> StepTables | None:
     """Tables on which the layers of the current forward pass run."""
-    found = pass_on_tables()
-    return None if found is None else found.tables
+    if not is_forward_context_available():
+        return None
+    return getattr(get_forward_context(), _TABLES, None)
 
 
 def breaks_without_tables(core: Callable[..., None]) -> Callable[..., None]:

@@ -209,10 +209,17 @@ class Model(torch.nn.Module):
         return torch.zeros(1)
 
 
-def graph_manager(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Any, list[tuple[str, Any]]]:
-    """vLLM's own manager and wrapper, whose captures and replays run nothing, and what they did."""
+@pytest.mark.skipif(
+    seams.difference(VLLM_CAPTURE) is not None, reason="0.32.0's graphs have no key of ours"
+)
+def test_each_size_is_captured_twice_and_a_step_replays_the_graph_that_fits(
+    kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's own manager and wrapper, whose captures and replays run nothing."""
+    config = engine_config(**options(enforce_eager=True))
+    monkeypatch.setattr(vllm_graphs, "refusal", lambda config: None)
+    captured = Captured(config)
+    model, (first, second) = Model(captured.layers[0]), captured.layers
     graphs: list[tuple[str, Any]] = []
 
     def capture(self: Any, entry: Any, args: Any, kwargs: Any) -> Any:
@@ -230,21 +237,6 @@ def graph_manager(
     manager.vllm_config, manager.device = config, torch.device("cpu")
     manager.use_breakable_cg, manager.breakable_cg_runner = True, None
     manager.max_num_reqs, manager._graphs_captured = 6, False
-    return manager, graphs
-
-
-@pytest.mark.skipif(
-    seams.difference(VLLM_CAPTURE) is not None, reason="0.32.0's graphs have no key of ours"
-)
-def test_each_size_is_captured_twice_and_a_step_replays_the_graph_that_fits(
-    kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By vLLM's own manager and wrapper, whose captures and replays run nothing."""
-    config = engine_config(**options(enforce_eager=True))
-    monkeypatch.setattr(vllm_graphs, "refusal", lambda config: None)
-    captured = Captured(config)
-    model, (first, second) = Model(captured.layers[0]), captured.layers
-    manager, graphs = graph_manager(config, monkeypatch)
     manager.init_breakable_cg_runner(model)
 
     def step(metadata: Any) -> None:
@@ -259,18 +251,13 @@ def test_each_size_is_captured_twice_and_a_step_replays_the_graph_that_fits(
 
     fits = captured.metadata(FIRST)
     step(fits)
-    breaking, on_tables = (entry for _, entry in graphs)
+    breaking, whole = (entry for _, entry in graphs)
     assert model.passes == [("PIECEWISE", False), ("NONE", True), ("PIECEWISE", True)]
-    assert breaking != on_tables
+    assert breaking != whole
     manager._graphs_captured = True
     graphs.clear()
     drafts = {prefix: replace(m, num_spec_decodes=1) for prefix, m in fits.items()}
-    for metadata, graph in (
-        (fits, on_tables),
-        (drafts, breaking),
-        (None, breaking),
-        (fits, on_tables),
-    ):
+    for metadata, graph in ((fits, whole), (drafts, breaking), (None, breaking), (fits, whole)):
         step(metadata)
         assert graphs.pop() == ("replay", graph)
     assert {first.prefix, second.prefix} == set(fits)
