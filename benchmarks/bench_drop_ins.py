@@ -312,7 +312,6 @@ def cases() -> Iterator[Case]:
         for name in (
             "sageattn",
             "sageattn_qk_int8_pv_fp8_cuda",
-            "sageattn_qk_int8_pv_fp8_cuda_sm90",
             "sageattn_qk_int8_pv_fp16_cuda",
             "sageattn_qk_int8_pv_fp16_triton",
         ):
