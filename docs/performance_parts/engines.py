@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.engines.serve_work import MIXED_NEW, MIXED_PROMPT, MIXED_REQUESTS
+from benchmarks.engines import serve_work as work
 from docs.performance_parts.page import RESULTS, load, section, table
 
 # pairs of upstream and flag by the serve benchmarks
@@ -109,13 +109,14 @@ def several_ranks() -> list[str]:
 
 
 def _mixed(report: dict[str, Any]) -> list[str]:
-    """What the mixed load's steps take at the times of their rows, and how far decode rows of two
-    sides with the same graphs are apart."""
+    """Say what the mixed load's steps take at the times of their rows, and how far decode rows of
+    two sides with the same graphs are apart."""
     ms = {row["what"]: row for row in both(report)}
-    steps = MIXED_REQUESTS * sum(MIXED_PROMPT) / 2 / 8192
-    after = MIXED_NEW[1] - steps
-    whole, decode = ms["1 × 8,192"], ms["decode step, 64 × 128"]
-    load_row = ms[f"mixed load of {MIXED_REQUESTS} requests"]
+    steps = work.MIXED_REQUESTS * sum(work.MIXED_PROMPT) / 2 / work.BUDGET
+    after = work.MIXED_NEW[1] - steps
+    together = next(shape for shape in work.DECODE_SHORT if shape[0] == work.MIXED_REQUESTS)
+    whole, decode = ms[work.call_name(1, work.BUDGET)], ms[work.decode_name(*together)]
+    (load_row,) = both(report, "mixed")
 
     def of(key: str) -> str:
         parts = steps * whole[key], after * decode[key]
@@ -125,8 +126,8 @@ def _mixed(report: dict[str, Any]) -> list[str]:
         )
 
     lines = [
-        f"The prompts of the mixed load fill {steps:.0f} steps of 8,192 tokens, and its longest"
-        f" answer takes {after:.0f} steps more, which are decodes of at most {MIXED_REQUESTS}"
+        f"The prompts of the mixed load fill {steps:.0f} steps of {work.BUDGET:,} tokens, and its"
+        f" longest answer takes {after:.0f} steps more, which decode at most {work.MIXED_REQUESTS}"
         f" requests. At the times of those rows this is, with the flag, {of('flag_ms')}; upstream"
         f" {of('upstream_ms')}. The second number is no prefill's, and the same on both sides.",
         "",
