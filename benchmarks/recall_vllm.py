@@ -22,7 +22,8 @@ Besides upstream and the flag alone there is one server for each of these:
   weights, woken, reloaded and asked.
 - whole: prompts in one step, so that prefills run in graphs of up to 2,048 tokens.
 - tp2: two GPUs.
-- tp4: four GPUs, of a checkpoint with four heads or more (`benchmarks.recall.widen`).
+- tp4, tp8: four and eight GPUs, of a checkpoint with as many heads or more
+  (`benchmarks.recall.widen`).
 - canary: the flagged server with every state that a prefill leaves transposed, ``[K, V]`` for
   ``[V, K]``: it shows that these questions notice. It is asked once.
 
@@ -128,6 +129,7 @@ VARIANTS = {
     "whole": Variant("flag, prompts whole", ("--max-num-batched-tokens", "4096")),
     "tp2": Variant("flag, two GPUs", ("--tensor-parallel-size", "2")),
     "tp4": Variant("flag, four GPUs", ("--tensor-parallel-size", "4")),
+    "tp8": Variant("flag, eight GPUs", ("--tensor-parallel-size", "8")),
     "canary": Variant("canary", rounds=(("salt 64", 64),)),
     "mla_canary": Variant("canary of MLA decode", rounds=(("salt 64", 64),)),
 }
@@ -135,9 +137,8 @@ VARIANTS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add_arguments(
-        parser, VARIANTS, [name for name in VARIANTS if name not in ("tp2", "tp4")], port=8123
-    )
+    default = [name for name in VARIANTS if not name.startswith("tp")]
+    add_arguments(parser, VARIANTS, default, port=8123)
     parser.add_argument("--flag", default="KDA", help="of --attention-backend")
     parser.add_argument("--checkpoint", type=Path, default=RECALL / "checkpoint")
     parser.add_argument("--kv-cache-gib", type=float, default=6.0, help="of each server")

@@ -37,6 +37,7 @@ from benchmarks.serve_vllm import (
     environment,
     model_directory,
     say_paths_of_layers,
+    text_config,
     versions,
 )
 from kda_backend.engines import prefill_graphs
@@ -155,10 +156,15 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if args.variant == NO_GRAPHS:
         arguments["disable_prefill_cuda_graph"] = True
     if args.variant == serve_work.UPSTREAM_GRAPHS:
-        config = json.loads((args.config / "config.json").read_text())
-        most = prefill_graphs.most_tokens(config["hidden_size"], args.ranks, BUDGET)
+        text = text_config(args)
+        most = prefill_graphs.most_tokens(text["hidden_size"], args.ranks, BUDGET)
+        if text.get("q_lora_rank") is not None:
+            from kda_backend.engines.sglang_prefill_graphs import ABSORBED_TOKENS
+
+            most = ABSORBED_TOKENS  # the MLA layers of such models stay in the graphs
         arguments["cuda_graph_backend_prefill"] = "breakable"
         arguments["cuda_graph_bs_prefill"] = prefill_graphs.sizes(most)
+        arguments["cuda_graph_max_bs_prefill"] = most
     return {**arguments, **(BESIDE if args.turns and not args.own_gpu else {})}
 
 

@@ -100,8 +100,8 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         drafts = {"method": "ngram", "num_speculative_tokens": args.drafts, **lookup}
         options["speculative_config"] = drafts
     if args.variant == serve_work.UPSTREAM_GRAPHS:
-        config = json.loads((args.config / "config.json").read_text())
-        most = prefill_graphs.most_tokens(config["hidden_size"], args.ranks, BUDGET)
+        hidden_size = text_config(args)["hidden_size"]
+        most = prefill_graphs.most_tokens(hidden_size, args.ranks, BUDGET)
         larger = [size for size in prefill_graphs.sizes(most) if size > CAPTURED[-1]]
         options["compilation_config"] = {"cudagraph_capture_sizes": [*CAPTURED, *larger]}
     common = {"max_num_batched_tokens": BUDGET, "max_num_seqs": SEQUENCES}
@@ -400,6 +400,13 @@ def draw_weights(model: Any) -> None:
             x.zero_()
         elif x.is_floating_point():
             x.normal_(0.0, 0.02, generator=generator)
+
+
+def text_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The configuration's part about the language model."""
+    config = json.loads((args.config / "config.json").read_text())
+    found: dict[str, Any] = config.get("text_config", config)
+    return found
 
 
 def model_directory(args: argparse.Namespace) -> str:

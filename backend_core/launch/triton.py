@@ -51,8 +51,10 @@ class KernelLaunch:
     either; only such arguments may be tensors there.
 
     A key seen for the first time goes through ``fn.warmup``, which compiles only where Triton has
-    no such variant yet. An int that varies while serving should be named in ``do_not_specialize``
-    of the kernel, or it compiles up to three variants.
+    no such variant yet. The stride of a dimension of one element is arbitrary, and of those that
+    ``axes`` name none makes a variant where there is one for another stride; so what is compiled at
+    model load needs calls of more rows than one. An int that varies while serving should be named
+    in ``do_not_specialize`` of the kernel, or it compiles up to three variants.
 
     Tensors are passed to the launcher as addresses, which saves it a driver query for each pointer
     and its refusal of CPU tensors: check devices beforehand (``contracts.expect_kernel_device`` of
@@ -161,11 +163,37 @@ class KernelLaunch:
         """The compiled kernel for the classes of the arguments, kept for their exact values."""
         args = tuple(named[name] for name in self.argument_names)
         key = (device, *_specialise(args, torch.version.hip is not None)[0])
-        compiled = self._compiled.get(key) or self._compile(key, args)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._of_other_strides(key, named)
+            if compiled is not None:
+                return compiled  # not kept: the exact values do not tell the sizes
+            compiled = self._compile(key, args)
         if len(self._recent) >= _RECENT:
             self._recent.clear()
         self._recent[exact] = compiled
         return compiled
+
+    def _of_other_strides(self, key: tuple[object, ...], named: dict[str, Any]) -> Any:
+        """A kernel that is compiled for a call which differs in strides of dimensions of one
+        element alone: multiplied by zero, any is right. ``None`` where there is none."""
+        free = {
+            stride
+            for stride, (tensor, dim) in self._strides.items()
+            if (x := named[f"{tensor}_ptr"]) is not None and x.shape[dim] == 1
+        }
+        if not free:
+            return None
+        # like an int, None has one entry: where the keys differ, a stride is free
+        masked = [None if name in free else named[name] for name in self.argument_names]
+        fixed = (key[0], *_specialise(masked, torch.version.hip is not None)[0])
+        for known, compiled in self._compiled.items():
+            if len(known) == len(key) and all(
+                a == b or (b != c and a in _INT32 and b in _INT32)
+                for a, b, c in zip(known, key, fixed, strict=True)
+            ):
+                return compiled
+        return None
 
     def _compile(self, key: tuple[object, ...], args: tuple[Argument, ...]) -> Any:
         for launch in (self, *self.alternatives):
@@ -388,3 +416,4 @@ class _IntClass(dict[int, str]):
 
 
 _INT_CLASS = _IntClass()
+_INT32 = ("1", "i32", "i32 x16")  # of values that fit a parameter of 32 bits

@@ -204,9 +204,9 @@ def compile_kernels(
 ) -> None:
     """Compile what serving can launch: small calls on the engine's pools, of padded rows alone.
 
-    Decode reads views of one wide row, whose width need not be a multiple of 16 elements; the rows
-    of a single request have strides of their own. Prefill reads q, k and v from sglang's
-    convolution, beside a step size from that row. Kernels are compiled for each.
+    Decode reads views of one wide row, whose width need not be a multiple of 16 elements; prefill
+    reads q, k and v from sglang's convolution. Kernels are compiled for each. A single request's
+    rows need none of their own.
     """
     device, dtype = cache.temporal.device, kernel.selection.shape.dtype
     variants = _variants(kernel.selection, cache.temporal.dtype)
@@ -226,22 +226,15 @@ def compile_kernels(
     snapshot = torch.empty(shape, dtype=torch.float32, device=device)
     tracked: dict[str, Any] = {"track_state": snapshot, "track_chunk_idx": padded[:1]}
 
-    def inputs(
-        tokens: int, extra: int, beta_extra: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows = [
-            torch.zeros(tokens, width + more, dtype=dtype, device=device)
-            for more in (extra, beta_extra)
-        ]
+    def inputs(tokens: int, extra: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        row = torch.zeros(tokens, width + extra, dtype=dtype, device=device)
         g = torch.zeros(tokens, heads, key_dim, dtype=dtype, device=device)
-        return rows[0][:, :channels], g, rows[1][:, channels : channels + heads]
+        return row[:, :channels], g, row[:, channels : channels + heads]
 
     def prefill(selection: KdaSelection) -> None:
         tokens = 65  # a full chunk and the start of another
-        for (extra, beta_extra), tracking, raw_beta in itertools.product(
-            ((0, 0), (0, 1), (1, 1)), ({}, tracked), (True, False)
-        ):
-            mixed_qkv, g, beta = inputs(tokens, extra, beta_extra)
+        for extra, tracking, raw_beta in itertools.product((0, 1), ({}, tracked), (True, False)):
+            mixed_qkv, g, beta = inputs(tokens, extra)
             if not raw_beta:  # a model may put the logits through the sigmoid
                 beta = beta.float().sigmoid()
             q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
@@ -262,20 +255,19 @@ def compile_kernels(
 
     def decode(selection: KdaSelection) -> None:
         conv = conv_of(layer, cache) if one_launch else None
-        for number, extra in itertools.product((1, 2), (0, 1)):
-            mixed_qkv, g, beta = inputs(number, extra, extra)
+        for extra in (0, 1):
+            mixed_qkv, g, beta = inputs(2, extra)
             q, k, v = split_rows(mixed_qkv, heads, key_dim, value_dim)
-            indices = padded[:number]
-            kernel.step(selection, q, k, v, g, beta, conv=conv, cache_indices=indices, **common)
+            kernel.step(selection, q, k, v, g, beta, conv=conv, cache_indices=padded, **common)
 
     def drafts(selection: KdaSelection) -> None:
         rows, own = torch.zeros_like(padded), None
         if records is not None:
             own = records.of_layer(layer.layer_id)
             records.compile(selection)
-        for number, extra in itertools.product((1, 2), (0, 1)):
-            bounds = torch.tensor([0, number], dtype=torch.int32, device=device)
-            step = inputs(number, extra, extra), padded[:1], rows, bounds
+        bounds = torch.tensor([0, 2], dtype=torch.int32, device=device)
+        for extra in (0, 1):
+            step = inputs(2, extra), padded[:1], rows, bounds
             sglang_verify.verify(selection, layer, cache, *step, records=own)
 
     def steps(selection: KdaSelection) -> None:

@@ -23,7 +23,7 @@ from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 from kda_backend.kernels.functions.state import as_stored
 
 
-@triton.jit(do_not_specialize=["null_slot"])
+@triton.jit(do_not_specialize=["null_slot", "stride_beta_n"])
 def decode_step_kernel(
     q_ptr,  # [N, H, K]
     k_ptr,  # [N, H, K]

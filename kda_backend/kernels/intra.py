@@ -285,7 +285,7 @@ def _tile_parts(tile_ptr, i_tile, CHUNK: tl.constexpr, ROW_K: tl.constexpr, ROW_
     return k_in_ptr, q_in_ptr, k_out_ptr, u_ptr, a_qk_ptr, a_qk_ptr + CHUNK * CHUNK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_beta_t"])
 def intra_kernel(
     q_ptr,  # [T, H, K]
     k_ptr,  # [T, H, K]

@@ -20,7 +20,7 @@ from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 from kda_backend.kernels.functions.state import as_stored, reads_state, slot_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_beta_t"])
 def recurrent_kernel(
     q_ptr,  # [T, H, K]
     k_ptr,  # [T, H, K]

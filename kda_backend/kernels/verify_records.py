@@ -100,7 +100,7 @@ def store_folded(p_state, m_state, m_stored, b_state):
     return b_state
 
 
-@triton.jit(do_not_specialize=["null_slot", "tokens_per_sequence", "max_tokens"])
+@triton.jit(do_not_specialize=["null_slot", "tokens_per_sequence", "max_tokens", "stride_beta_t"])
 def verify_records_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,  # [tokens, H, K]

@@ -102,7 +102,12 @@ def store_zeros(p_out, stride_out_t, num_tokens, m_v, BLOCK_V: tl.constexpr):
         p_out += stride_out_t
 
 
-@triton.jit(do_not_specialize=["null_slot", "null_write", "tokens_per_sequence", "max_tokens"])
+@triton.jit(
+    do_not_specialize=[
+        *("null_slot", "null_write", "tokens_per_sequence", "max_tokens"),
+        "stride_beta_t",
+    ]
+)
 def verify_step_kernel(
     q_ptr,  # [tokens, H, K]
     k_ptr,  # [tokens, H, K]

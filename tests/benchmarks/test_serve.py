@@ -351,6 +351,14 @@ def test_upstream_with_the_flags_graphs_is_a_side_without_the_flag(tmp_path: Pat
     assert captured[51] == 640 and captured[-1] == 8192
 
 
+@pytest.mark.parametrize(("name", "largest"), [("glm_5_3_flash", 5120), ("kimi_k3", 1536)])
+def test_upstreams_graphs_follow_from_the_language_model(name: str, largest: int) -> None:
+    """Its sizes stand in a part of the configuration."""
+    words = ["--config", str(CONFIGS / name), "--ranks", "8", "--variant", "upstream_graphs"]
+    arguments = serve_vllm.engine_arguments(options(*words))
+    assert arguments["compilation_config"]["cudagraph_capture_sizes"][-1] == largest
+
+
 def test_a_side_takes_its_caches_and_its_variant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -348,3 +348,36 @@ def test_strides_come_from_the_axes(recorder: RecordingDriver) -> None:
         kernel.launch((1, 1, 1), x_ptr=x, y_ptr=y, stride_x_t=1)
     with pytest.raises(ValueError, match=r"no such tensor \['z'\]"):
         KernelLaunch(JITFunction(scale_rows), constexprs, options, axes={"z": "t"})
+
+
+def test_the_stride_of_a_single_row_compiles_nothing(recorder: RecordingDriver) -> None:
+    """One row may lie in memory of any width. Several rows have the variant of their stride."""
+
+    def copy_rows(x_ptr, y_ptr, stride_x_n, stride_y_n, BLOCK: tl.constexpr):
+        pass
+
+    options = {"num_warps": 1, "num_stages": 1}
+    kernel = KernelLaunch(JITFunction(copy_rows), {"BLOCK": 16}, options, axes={"x": "n", "y": "n"})
+    memory = torch.zeros(4 * 7 * 16)
+
+    def launch(rows: int, x: int, y: int = 32) -> Any:
+        """The variant for rows so far apart, by the two ways to a launch."""
+        tensors = [memory.as_strided((rows, 4), (stride, 1)) for stride in (x, y)]
+        named = dict(zip(("x_ptr", "y_ptr"), tensors, strict=True))
+        kernel.launch((rows, 1, 1), **named)
+        source, arguments = recorder.launches[-1]
+        assert arguments[-3:-1] == (x, y)
+        kernel.prepare(("x_ptr",), (rows, 1, 1), **named)((memory.data_ptr(),))
+        assert recorder.launches[-1] == (source, arguments)
+        return source
+
+    aligned = launch(2, 16)
+    for single in ((1, 7), (1, 1), (1, 16), (1, 7, 9)):
+        assert launch(*single) is aligned
+    odd = launch(2, 7)
+    assert odd is not aligned and launch(2, 7) is odd and launch(2, 16) is aligned
+    assert launch(1, 7) is odd and launch(1, 9, 5) in (aligned, odd)
+    assert launch(2, 7, 9) not in (aligned, odd)
+    beyond = memory.as_strided((1, 4), (2**31, 1))
+    kernel.launch((1, 1, 1), x_ptr=beyond, y_ptr=memory.as_strided((2, 4), (32, 1)))
+    assert recorder.launches[-1][0] not in (aligned, odd)  # whose parameters have 32 bits

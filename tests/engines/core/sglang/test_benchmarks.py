@@ -265,6 +265,24 @@ def test_the_scheduler_calls_a_method_by_its_name() -> None:
         assert f'"{fact}"' in text
 
 
+@with_the_models
+@pytest.mark.parametrize("name", ["kimi_linear_rank_of_8", "kimi_k3"])
+def test_upstream_has_the_flags_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models for which sglang chooses none by itself."""
+    from sglang.srt.arg_groups.cuda_graph_hook import resolving_view
+    from sglang.srt.model_executor import cuda_graph_config
+
+    monkeypatch.setattr(sglang_prefill_graphs, "is_cuda", lambda: True)
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")
+    for ranks in ("1", "8"):
+        flag, upstream = (
+            resolving_view(resolved(options(name, "--ranks", ranks, *words)))
+            for words in (("--flag",), ("--variant", "upstream_graphs"))
+        )
+        assert flag.cuda_graph_config.prefill == upstream.cuda_graph_config.prefill
+        assert flag.cuda_graph_config.prefill.backend == "breakable"
+
+
 @pytest.mark.parametrize("name", recall_sglang.VARIANTS)
 def test_sglang_takes_every_servers_options(name: str, tmp_path: Path) -> None:
     from sglang.srt import server_args
@@ -276,7 +294,8 @@ def test_sglang_takes_every_servers_options(name: str, tmp_path: Path) -> None:
     variant = recall_sglang.VARIANTS[name]
     assert (found.attention_backend == "kda") == variant.flagged
     assert found.page_size == (64 if name.endswith("mla") else None)
-    assert found.tp_size == {"tp2": 2, "tp4": 4}.get(name, 1)
+    assert found.tp_size == {"tp2": 2, "tp4": 4, "tp8": 8}.get(name, 1)
+    assert found.tp_size == 1 or name not in recall_sglang.DEFAULT
 
 
 @pytest.mark.parametrize("name", [n for n, v in recall_sglang.VARIANTS.items() if v.drafts])

@@ -100,7 +100,10 @@ def test_a_graph_breaks_at_kda_layers_that_stay_upstreams(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("ranks", "dp_size", "q_lora_rank", "most"),
-    [(1, 1, None, 2048), (4, 1, None, 8192), (4, 4, None, 2048), (4, 1, 1536, 1024)],
+    [
+        *((1, 1, None, 2048), (4, 1, None, 8192), (4, 4, None, 2048), (4, 1, 1536, 1024)),
+        *((8, 1, None, 8192), (8, 2, None, 8192), (8, 1, 1536, 1024)),
+    ],
 )
 def test_the_largest_graph_follows_from_ranks_and_the_models_mla(
     ranks: int, dp_size: int, q_lora_rank: int | None, most: int
@@ -112,6 +115,11 @@ def test_the_largest_graph_follows_from_ranks_and_the_models_mla(
     )
     config = SimpleNamespace(hidden_size=2304, q_lora_rank=q_lora_rank, kv_lora_rank=512)
     assert sglang_prefill_graphs._buckets(args, config)[-1] == most
+
+
+def test_the_tables_of_a_graph_follow_from_a_ranks_heads() -> None:
+    """Those of Kimi-Linear, GLM-5.3-Flash and Kimi-K3 on eight ranks."""
+    assert [sglang_prefill_graphs.most_sequences(heads) for heads in (4, 8, 12)] == [128, 64, 42]
 
 
 def test_mla_layers_of_the_model_break_large_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from backend_core.target import KNOWN_TARGETS
 from kda_backend.engines import vllm_layer, vllm_packed, vllm_profile
 from kda_backend.engines.draft_records import VARIABLE
 from kda_backend.engines.vllm import register
+from tests.engines.kda.vllm import models
 from tests.engines.kda.vllm.harness import (
     NGRAM,
     bind_cache,
@@ -115,6 +117,38 @@ def test_serving_drafts_from_records_compiles_nothing(
     layer.recoverssm_records.committed = True
     found = kernels_of(layer, config, launched, DRAFTED)
     assert "verify_records_kernel" in found and "verify_step_kernel" not in found
+
+
+def test_kimi_k3s_overlapped_projections_compile_nothing(
+    launched: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On eight ranks a captured step of one token has step sizes in rows of 140 elements, and
+    eager ones in rows of 6,288."""
+    model = MODELS["Kimi-K3"]
+    gemms = pytest.importorskip("vllm.models.kimi_k3.nvidia.low_latency_gemm")
+    monkeypatch.setattr(models, "HEADS", 12)  # of a rank
+    config = caching_config(flag=True, dtype="bfloat16")
+    layer = build(model, config)
+    monkeypatch.setattr(gemms, "shape_dynamic_skinny_gemm", lambda x, weight, *_: x @ weight.T)
+    monkeypatch.setattr(gemms, "maybe_execute_in_parallel", lambda one, two, *_: (one(), two()))
+
+    def dsv3_fused_a_gemm(
+        out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **_: bool
+    ) -> None:
+        out.copy_(x @ weight)
+
+    monkeypatch.setattr(gemms, "ops", SimpleNamespace(dsv3_fused_a_gemm=dsv3_fused_a_gemm))
+    x = torch.randn(32, 256).bfloat16()
+    run_layer(layer, config, x, None)
+    compiled = set(launched)
+    bind_cache(layer, config)
+    layer._projection_overlap_max_tokens = 1
+    layer._projection_aux_stream, layer._projection_events = object(), (None, None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    metadata = step_metadata(layer, config, (1,), (30,), torch.ones(1, 8, dtype=torch.int32))
+    launched.clear()
+    run_layer(layer, config, x[:1], metadata)
+    assert names(launched) == {"decode_step_kernel"} and set(launched) <= compiled
 
 
 def test_many_prefills_fit_into_the_scratch_memory_of_a_few(
