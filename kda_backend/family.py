@@ -126,8 +126,8 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
 def tune_space(path: KernelPath) -> TuneSpace:
     """The values of a path's launch parameters that ``tune`` tries.
 
-    The cost model of the Hopper prefill is fitted to a sweep (``benchmarks/sweep_kda_prefill.py``),
-    not searched.
+    What the Hopper prefill chooses its schedule by is fitted to a sweep
+    (``benchmarks/sweep_kda_prefill.py``), not searched.
     """
     return _TUNE.get((path.operator, path.name), {})
 

@@ -99,19 +99,15 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
 
 def tune_space(path: KernelPath) -> TuneSpace:
     """Values that ``tune`` tries of a path's launch parameters."""
-    if path.operator != "mla_decode":
+    if (path.operator, path.name) != ("mla_decode", "triton"):
         return {}
-    if path.name == "triton":
-        return {
-            "decode_8k": {
-                "block_kv": (16, 32, 64),
-                "num_warps": (4, 8),
-                "num_stages": (1, 2, 3),
-            }
+    return {
+        "decode_8k": {
+            "block_kv": (16, 32, 64),
+            "num_warps": (4, 8),
+            "num_stages": (1, 2, 3),
         }
-    if path.name == "sm90":
-        return {"decode_8k": {"overhead": (1, 2, 3, 5), "min_blocks": (1, 2, 4)}}
-    return {}
+    }
 
 
 def measure(

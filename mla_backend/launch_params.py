@@ -39,32 +39,19 @@ class Sm90MlaParams:
     """MLA decode in CUDA C++ for Hopper.
 
     Attributes:
-        overhead: what a CTA pays for each query tile that it touches, in blocks of 64 tokens.
-        min_blocks: fewest blocks of a split.
         shared_requests, shared_tokens: in an engine, steps of at least so many requests look for
             prompts that as many of them share, of at least so many tokens; 0 looks for none.
     """
 
-    overhead: int
-    min_blocks: int
     shared_requests: int = 0
     shared_tokens: int = 0
 
     def __post_init__(self) -> None:
-        check_plan(self.overhead, self.min_blocks)
         if (self.shared_requests > 0) != (self.shared_tokens > 0) or self.shared_requests == 1:
             raise ValueError(
                 "shared_requests and shared_tokens must both be 0, or at least 2 requests and 1"
                 f" token, got {self.shared_requests} and {self.shared_tokens}"
             )
-
-
-def check_plan(overhead: int, min_blocks: int) -> None:
-    """Raises ValueError where the planner's kernels could not serve these."""
-    if not 1 <= overhead <= 16:
-        raise ValueError(f"overhead must be 1 to 16 blocks, got {overhead}")
-    if not 1 <= min_blocks <= 64:
-        raise ValueError(f"min_blocks must be 1 to 64, got {min_blocks}")
 
 
 _ROWS = "8_rows 16_rows 32_rows 1024_rows"

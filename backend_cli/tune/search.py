@@ -131,9 +131,6 @@ def render(document: dict[str, Any], comment: str) -> str:
     """A table as TOML, readable by ``backend_core.tables.schema``."""
     lines = [f"# {comment}"]
     lines += _pairs({name: x for name, x in document.items() if isinstance(x, str)})
-    for name, section in document.items():
-        if isinstance(section, dict):
-            lines += ["", f"[{name}]", *_pairs(section)]
     for row in document["path"]:
         plain = {key: value for key, value in row.items() if key != "params"}
         lines += ["", "[[path]]", *_pairs(plain)]

@@ -53,12 +53,12 @@ def convolves(
         tokens: q and k from before the convolution.
         conv: of all channels.
     """
-    params = getattr(path.params, "cost_model", path.params)
-    if selection.shape.keeps_prefixes or not getattr(params, "fused_conv_tiles", 0):
+    least = getattr(path.params, "fused_conv_tiles", 0)
+    if selection.shape.keeps_prefixes or not least:
         return False
     variant = variant_of(tokens, gate, step_plan, state, None)
     conv_sm90.load_kernels(tokens.q.device, variant, conv.weight.dtype)
-    return conv_sm90.serves(params, conv, tokens, step_plan)
+    return conv_sm90.serves(least, conv, tokens, step_plan)
 
 
 def begin_to_compile(

@@ -85,7 +85,7 @@ class SegmentedSm90(HopperPath):
 
     def __init__(self, params: SegmentedParams, target: Target) -> None:
         self._params = params
-        self._whole = TwoStageSm90(params.cost_model, target)
+        self._whole = TwoStageSm90(target)
         self._made: dict[tuple[bool, torch.dtype, Track], SegmentKernels] = {}
 
     def begin_to_compile(self, variant: PrefillVariant) -> list[CudaKernel]:

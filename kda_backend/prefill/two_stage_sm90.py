@@ -11,7 +11,6 @@ from backend_core.launch.cuda_params import CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import Target
 from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, PreparedPrefill
-from kda_backend.launch_params import PrefillCostModel
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -82,7 +81,7 @@ class Scan(NamedTuple):
 
 
 def bind(row: KernelPath, spec: KdaShape, target: Target) -> TwoStageSm90:
-    return TwoStageSm90(row.params, target)
+    return TwoStageSm90(target)
 
 
 class TwoStageSm90(HopperPath):
@@ -93,8 +92,8 @@ class TwoStageSm90(HopperPath):
     stage has counted.
     """
 
-    def __init__(self, params: PrefillCostModel, target: Target) -> None:
-        self.cost_model = CostModel.from_table(params, target.num_sms)
+    def __init__(self, target: Target) -> None:
+        self.cost_model = CostModel(target.num_sms)
         self._made: dict[PrefillVariant, StageKernels] = {}
 
     def begin_to_compile(self, variant: PrefillVariant) -> list[CudaKernel]:

@@ -92,7 +92,7 @@ def bind(row: KernelPath, spec: MlaSpec, target: Target) -> Sm90Decode:
 
 
 def plan(row: KernelPath, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
-    fill = functools.partial(fill_sm90, row.params, spec.query_rows)
+    fill = functools.partial(fill_sm90, spec.query_rows)
     return Planning(ctas_of(spec, num_sms, shares), shares, True, fill)
 
 

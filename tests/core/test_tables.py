@@ -40,11 +40,6 @@ class TileParams:
             raise ValueError(f"block_v must be a multiple of 16, got {self.block_v}")
 
 
-@dataclass(frozen=True)
-class CostModel:
-    step_ns: int
-
-
 PREFILL_PATHS = ("two_stage", "small", "middle", "a", "b", "c", "d", "ours", "vendor")
 TOY = TableSchema(
     "toy",
@@ -52,14 +47,12 @@ TOY = TableSchema(
         Operator(
             "prefill",
             "chunks",
-            {name: NoParams for name in PREFILL_PATHS}
-            | {"fused": TileParams, "modelled": "cost_model"},
+            {name: NoParams for name in PREFILL_PATHS} | {"fused": TileParams},
             requires=lambda features: features,
             features=dict.fromkeys((*PREFILL_PATHS, "fused"), "varlen snapshots state_pool x y"),
         ),
         Operator("decode", "sequences", {"recurrent": NoParams}),
     ),
-    {"cost_model": CostModel},
 )
 
 
@@ -149,12 +142,6 @@ def test_rows_are_read_whole(tmp_path: Path) -> None:
     assert first == path and not second.measured and second.provenance.startswith("not measured")
 
 
-def test_a_path_may_take_its_parameters_from_a_section(tmp_path: Path) -> None:
-    section = "[cost_model]\nstep_ns = 70\n"
-    table = load(tmp_path, section + row(name="modelled") + DECODE)
-    assert table.rows[0].params == CostModel(70)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -207,18 +194,6 @@ def test_a_path_may_take_its_parameters_from_a_section(tmp_path: Path) -> None:
         (
             row(params={"x": 1}) + DECODE,
             "path 1: params: unknown key x; NoParams has none",
-        ),
-        (
-            row(name="modelled") + DECODE,
-            r"path 1: modelled needs the table \[cost_model\]",
-        ),
-        (
-            "[cost_model]\nstep_ns = 1\n" + row(name="modelled", params={"x": 1}) + DECODE,
-            r"path 1: modelled takes its parameters from \[cost_model\], not params",
-        ),
-        (
-            "[cost_model]\nstep = 1\n" + row() + DECODE,
-            "cost_model: unknown key step; CostModel has step_ns",
         ),
         (row(max_grid=8) + DECODE, "path 1: the last prefill row must have no max_grid"),
         (row(), "path: the last decode row must have no max_grid"),

@@ -37,7 +37,7 @@ def schedule_of(shape: PrefillShape, *, split: bool, sequence_major: bool) -> Sc
 
 def segmented_row(segment_chunks: int) -> KernelPath:
     """The table's row, for every step here."""
-    params = SegmentedParams(segment_chunks, ROW.params)
+    params = SegmentedParams(ROW.params.fused_conv_tiles, segment_chunks)
     return replace(ROWS["segmented_sm90"], params=params, min_longest=None, max_width=None)
 
 
@@ -105,7 +105,7 @@ def use_two_stages(
         for name in ("segment_ends", "merge_segments")
     )
     # few SMs: CTAs take several tasks
-    few_sms, scan_of = CostModel.from_table(ROW.params, num_sms=5), segmented._scan_of
+    few_sms, scan_of = CostModel(num_sms=5), segmented._scan_of
     monkeypatch.setattr(
         segmented, "_scan_of", lambda kernels, model, *call: scan_of(kernels, few_sms, *call)
     )

@@ -103,8 +103,6 @@ def empty_plan(lengths: torch.Tensor, ctas: int) -> MlaPlan:
     )  # fmt: skip
 
 
-def test_an_overhead_that_no_plan_takes_is_refused() -> None:
-    with pytest.raises(ValueError, match="overhead must be 1 to 16 blocks, got 17"):
-        Sm90MlaParams(overhead=17, min_blocks=1)
+def test_half_of_a_threshold_of_shared_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match="must both be 0, or at least 2 requests and 1 token"):
-        Sm90MlaParams(overhead=1, min_blocks=1, shared_requests=32)
+        Sm90MlaParams(shared_requests=32)
