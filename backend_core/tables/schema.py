@@ -214,12 +214,7 @@ def parse_table(file: Path, schema: TableSchema) -> tuple[KernelPath, ...]:
             wrong type, was written for another release, or an operator's rows do not cover every
             grid in ascending order. The message is one sentence with file and row.
     """
-    try:
-        document = parse_toml(read_text(file, TABLE_BYTES))
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: not valid TOML: {error}") from None
+    document = read_document(file)
     if unknown := document.keys() - {*_OF_TABLE, "release", "path"}:
         raise ValueError(f"{file}: unknown key {_names(unknown)}")
     if (release := document.get("release", __version__)) != __version__:
@@ -228,18 +223,65 @@ def parse_table(file: Path, schema: TableSchema) -> tuple[KernelPath, ...]:
             " again, or remove it"
         )
     default: dict[str, Any] = {key: document[key] for key in _OF_TABLE if key in document}
-    entries = document.get("path", [])
-    if not isinstance(entries, list):
-        raise ValueError(f"{file}: path must be an array of tables ([[path]])")
     rows = tuple(
         _parse_row(f"{file}: path {number}", entry, schema, default)
-        for number, entry in enumerate(entries, start=1)
+        for number, entry in enumerate(document["path"], start=1)
     )
     for name in schema.operator_names:
         _check_cover(
             file, name, [(n, row) for n, row in enumerate(rows, 1) if row.operator == name]
         )
     return rows
+
+
+def read_document(file: Path) -> dict[str, Any]:
+    """A table as TOML has it, with all of its rows.
+
+    A table with ``like = "nvidia_sm80"`` has the keys and rows of that table of its folder, none of
+    which may be measured. Its own ``[[path]]`` entries change keys and launch parameters of the row
+    with their operator and name.
+
+    Raises:
+        ValueError: it cannot be read, is not TOML, or is not so related to another.
+    """
+    document = _read(file)
+    if "like" not in document:
+        return document
+    like = document.pop("like")
+    if not isinstance(like, str) or not like.isidentifier():
+        raise ValueError(f"{file}: like must name another table of the folder, got {like!r}")
+    base = _read(file.with_name(f"{like}.toml"))
+    rows = [row for row in base["path"] if isinstance(row, dict)]
+    if "like" in base or any("date" in row for row in rows):
+        raise ValueError(
+            f"{file}: like must name a table with rows of its own that were not measured, got"
+            f" {like!r}"
+        )
+    for number, entry in enumerate(document["path"], start=1):
+        where = f"{file}: path {number}"
+        if not isinstance(entry, dict) or not isinstance(entry.get("params", {}), dict):
+            raise ValueError(f"{where}: it and its params must be tables, got {entry!r}")
+        key = entry.get("operator"), entry.get("name")
+        found = [row for row in rows if (row.get("operator"), row.get("name")) == key]
+        if len(found) != 1:
+            raise ValueError(
+                f"{where}: {like}.toml must have one row of its operator and name, has {len(found)}"
+            )
+        (row,) = found
+        row |= {**entry, "params": {**row.get("params", {}), **entry.get("params", {})}}
+    return {**base, **document, "path": base["path"]}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        document = parse_toml(read_text(file, TABLE_BYTES))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid TOML: {error}") from None
+    if not isinstance(document.setdefault("path", []), list):
+        raise ValueError(f"{file}: path must be an array of tables ([[path]])")
+    return document
 
 
 def _parse_row(

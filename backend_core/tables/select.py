@@ -23,6 +23,9 @@ A table that was written for one release of the package (``kda-dsv4 tune``) says
 ``release = "0.1.0"``; another release refuses it, since launch parameters come and go with the
 kernels.
 
+A table with ``like = "nvidia_sm80"`` has that table's rows; its own ``[[path]]`` entries say what
+differs in them.
+
 Tables are looked up in ``$KDA_DSV4_CONFIG_DIR`` (by default ``$XDG_CONFIG_HOME/kda-dsv4``), then
 among those that ship with the package; the first file found is used whole.
 """

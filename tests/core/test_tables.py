@@ -213,6 +213,44 @@ def test_a_malformed_table_names_file_and_row(tmp_path: Path, text: str, message
     assert str(error.value).startswith(f"{tmp_path / 'toy' / 'nvidia_sm90.toml'}: ")
 
 
+def test_a_table_like_another_says_only_what_differs(tmp_path: Path) -> None:
+    base = load(tmp_path, fused() + row("prefill", "small") + DECODE)
+    changed = 'like = "nvidia_sm90"\n[[path]]\noperator = "prefill"\nname = "fused"\nmax_grid = 4\n'
+    found = load(tmp_path, changed + "[path.params]\nblock_v = 64\n", KNOWN_TARGETS["B200"])
+    params = dataclasses.replace(base.rows[0].params, block_v=64)
+    assert found.rows == (
+        dataclasses.replace(base.rows[0], max_grid=4, params=params),
+        *base.rows[1:],
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("like = 3\n", "like must name another table of the folder, got 3"),
+        ('like = "../nvidia_sm90"\n', "like must name another table of the folder, got '../nv"),
+        ('like = "nvidia_sm75"\n', "nvidia_sm75.toml: cannot be read: No such file"),
+        ('like = "nvidia_sm100"\n', "like must name a table with rows of its own that were not"),
+        ('like = "nvidia_sm80"\n', "like must name a table with rows of its own that were not"),
+        ('like = "nvidia_sm90"\npath = [3]\n', "path 1: it and its params must be tables, got 3"),
+        (
+            'like = "nvidia_sm90"\n' + row(name="small"),
+            "path 1: nvidia_sm90.toml must have one row of its operator and name, has 0",
+        ),
+        (
+            'like = "nvidia_sm90"\n' + row(name="a"),
+            "path 1: nvidia_sm90.toml must have one row of its operator and name, has 2",
+        ),
+    ],
+)
+def test_a_table_that_cannot_be_like_another(tmp_path: Path, text: str, message: str) -> None:
+    load(tmp_path, row(name="a", max_grid=4) + row(name="a") + DECODE)
+    measured = row(gpu="A100", date="2026-11-21") + DECODE
+    load(tmp_path, measured, KNOWN_TARGETS["A100"])
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, text, KNOWN_TARGETS["B200"])
+
+
 def test_lookup_at_bucket_boundaries(tmp_path: Path) -> None:
     selection = choose(three_buckets(tmp_path), "prefill", H200, frozenset())
     expected = {0: "small", 1: "small", 10: "small", 11: "middle", 100: "middle", 101: "fused"}
