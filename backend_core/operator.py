@@ -3,7 +3,7 @@
 An `Operator` is declared without torch, beside its launch parameters. Each of its paths is a module
 of that name in the operator's folder, with one function::
 
-    def bind(row: KernelPath, spec: Spec, target: Target) -> Run
+    def bind(row: Row, spec: Spec, target: Target) -> Run
 
 which fixes all that follows from the row, the layer and the GPU, and returns what runs a checked
 call. A `Selection` holds an operator's rows for one layer on one GPU and their bound functions::
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from backend_core.contracts import expect_kernel_device
-from backend_core.tables.schema import UPSTREAM, KernelPath, Operator, TableSchema
-from backend_core.tables.select import PathRow, PathTable, explain, load_table
+from backend_core.tables.load import PathTable, Verdict, explain, load_table
+from backend_core.tables.schema import UPSTREAM, Operator, Row, TableSchema
 from backend_core.target import Target
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Selection(Generic[Spec, Run]):
 
     Attributes:
         rows: those that serve, in the table's order; the last is for every larger grid.
-        explained: what became of each row of the table; none for a forced choice.
+        explained: the verdict on each row of the table; none for a forced choice.
         upstream: the engine's kernel to which rows may leave their calls.
         has_kernels: whether a row launches kernels, which read a GPU's memory alone.
     """
@@ -53,8 +53,8 @@ class Selection(Generic[Spec, Run]):
     operator: Operator
     target: Target
     spec: Spec
-    rows: tuple[KernelPath, ...]
-    explained: tuple[PathRow, ...] = field(default=(), repr=False)
+    rows: tuple[Row, ...]
+    explained: tuple[Verdict, ...] = field(default=(), repr=False)
     upstream: str | None = None
     has_kernels: bool = field(init=False, repr=False)
 
@@ -67,7 +67,7 @@ class Selection(Generic[Spec, Run]):
         keep("_of_spec", {self.spec: self})
         keep("_of_row", {})
 
-    def row(self, grid: int, longest: int | None = None) -> KernelPath:
+    def row(self, grid: int, longest: int | None = None) -> Row:
         """The row for a call.
 
         Args:
@@ -117,7 +117,7 @@ class Selection(Generic[Spec, Run]):
         ours = (n for n, row in enumerate(self.rows) if row.name != UPSTREAM)
         return tuple(self._runs[n] or self._bind(n) for n in ours)  # type: ignore[attr-defined]
 
-    def only(self, *rows: KernelPath) -> Selection[Spec, Run]:
+    def only(self, *rows: Row) -> Selection[Spec, Run]:
         """These rows alone, whatever they require: a forced choice. None is bound twice."""
         forced = replace(self, rows=rows, explained=())
         object.__setattr__(forced, "_of_row", self._of_row)  # type: ignore[attr-defined]
@@ -149,17 +149,15 @@ def choose(
     """Choose as `select` does, from a table that was read before."""
     operator = table.schema.operator(name)
     requires = operator.requires(spec)
-    rows = explain(table, name, requires, upstream=upstream)
-    served = tuple(row.path for row in rows if row.refusal is None)
+    verdicts = explain(table, name, requires, upstream=upstream)
+    served = tuple(verdict.row for verdict in verdicts if verdict.refusal is None)
     if not served:
-        why = "; ".join(dict.fromkeys(f"{row.path.name} {row.refusal}" for row in rows))
+        why = "; ".join(dict.fromkeys(f"{v.row.name} {v.refusal}" for v in verdicts))
         raise LookupError(f"no {name} path in {table.source} can serve this model: {why}")
-    return Selection(operator, target, spec, served, rows, upstream)
+    return Selection(operator, target, spec, served, verdicts, upstream)
 
 
-def forced(
-    schema: TableSchema, target: Target, spec: Spec, *rows: KernelPath
-) -> Selection[Spec, Any]:
+def forced(schema: TableSchema, target: Target, spec: Spec, *rows: Row) -> Selection[Spec, Any]:
     """These rows of one operator alone, whatever they require."""
     operator = schema.operator(rows[0].operator)
     return Selection(operator, target, spec, rows)

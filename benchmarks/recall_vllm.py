@@ -47,7 +47,7 @@ from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from backend_core.tables.select import shipped_directory
+from backend_core.tables.load import shipped_directory
 from backend_core.testing.records import write_record
 from benchmarks.engines.vllm_server import (
     RECALL,

@@ -32,12 +32,12 @@ from kda_backend.prefill.torch import (
 )
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Any:
+def bind(row: Row, spec: KdaShape, target: Target) -> Any:
     """The path of the row's operator, which takes that operator's call."""
     if spec.batch_invariant:
         apart = functools.partial(recurrent, token_by_token=True)

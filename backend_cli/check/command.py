@@ -88,10 +88,10 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
     results: list[dict[str, Any]] = [
         {
             "family": probe.family,
-            "operator": probe.path.operator,
-            "path": probe.path.name,
+            "operator": probe.row.operator,
+            "path": probe.row.name,
             "grids": probe.grids,
-            "params": probe.path.params_dict(),
+            "params": probe.row.params_dict(),
             "case": probe.case,
             "status": "skipped",
             "error": None,

@@ -24,8 +24,8 @@ from backend_cli.tune.search import Ask, render, search, sweeps
 from backend_cli.worker import WorkerDiedError, Workers
 from backend_core import __version__
 from backend_core.family import Family
+from backend_core.tables.load import PathTable, load_table, shipped_directory, user_directory
 from backend_core.tables.schema import parse_table, read_document
-from backend_core.tables.select import PathTable, load_table, shipped_directory, user_directory
 from backend_core.target import Target, detect_target
 
 SCHEMA = 2

@@ -14,7 +14,7 @@ from typing import Any
 
 from backend_cli.terminal import Bar
 from backend_core.family import Family
-from backend_core.tables.select import PathTable
+from backend_core.tables.load import PathTable
 
 GAIN = 0.02
 """A value replaces another where it saves this share of the time: less is noise."""

@@ -63,7 +63,7 @@ class Operator:
     unit_tokens: int = 1
     features: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def bind(self, row: KernelPath, spec: object, target: Target) -> Callable[..., Any]:
+    def bind(self, row: Row, spec: object, target: Target) -> Callable[..., Any]:
         """The function that runs calls of such layers on a path; compiles what it needs.
 
         Raises:
@@ -128,8 +128,8 @@ LIMITS = ("max_longest", "min_longest", "max_width")
 
 
 @dataclass(frozen=True)
-class KernelPath:
-    """A named way to run one operator, with its launch parameters.
+class Row:
+    """A row of a path table: a path of one operator, with its launch parameters.
 
     Attributes:
         max_grid: the largest grid that the row is meant for; ``None`` is no limit.
@@ -206,7 +206,7 @@ def limits_in_words(max_longest: int | None, min_longest: int | None, max_width:
     return "".join(words)
 
 
-def parse_table(file: Path, schema: TableSchema) -> tuple[KernelPath, ...]:
+def parse_table(file: Path, schema: TableSchema) -> tuple[Row, ...]:
     """The rows of a table of the family, in order.
 
     Raises:
@@ -284,9 +284,7 @@ def _read(file: Path) -> dict[str, Any]:
     return document
 
 
-def _parse_row(
-    where: str, given: object, schema: TableSchema, default: dict[str, Any]
-) -> KernelPath:
+def _parse_row(where: str, given: object, schema: TableSchema, default: dict[str, Any]) -> Row:
     if not isinstance(given, dict):
         raise ValueError(f"{where}: must be a table, got {given!r}")
     entry = default | given
@@ -311,7 +309,7 @@ def _parse_row(
     for limit in ("max_grid", *LIMITS):
         if entry.get(limit, 1) < 1:
             raise ValueError(f"{where}: {limit} must be at least 1, got {entry[limit]}")
-    return KernelPath(
+    return Row(
         name=entry["name"],
         operator=entry["operator"],
         max_grid=entry.get("max_grid"),
@@ -380,7 +378,7 @@ def _provenance(where: str, entry: Mapping[str, Any], own: Mapping[str, Any]) ->
     return f"{entry['gpu']}, {entry['date']}, {entry['source']}"
 
 
-def _check_cover(file: Path, operator: str, rows: list[tuple[int, KernelPath]]) -> None:
+def _check_cover(file: Path, operator: str, rows: list[tuple[int, Row]]) -> None:
     last = rows[-1][1] if rows else None
     for limit in ("max_grid", *LIMITS):
         if last is None or getattr(last, limit) is not None:

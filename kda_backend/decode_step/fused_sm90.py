@@ -16,7 +16,7 @@ from kda_backend.launch_params import FusedStepSm90Params
 from kda_backend.token_spec import TYPE_CODES
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
@@ -59,7 +59,7 @@ PARAMS = CudaParams(
 )
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> FusedStepSm90:
+def bind(row: Row, spec: KdaShape, target: Target) -> FusedStepSm90:
     return FusedStepSm90(row.params)
 
 

@@ -35,7 +35,7 @@ from kda_backend.spec import CHUNK
 from kda_backend.token_spec import TYPE_CODES
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from kda_backend.selection import KdaShape
 
 _FIELDS = (
@@ -90,7 +90,7 @@ class Launch(NamedTuple):
     ctas: int
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> OneLaunchSm90:
+def bind(row: Row, spec: KdaShape, target: Target) -> OneLaunchSm90:
     return OneLaunchSm90(target)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from kda_backend.contract.values import PrefillCall, PreparedPrefill
 from kda_backend.launch_params import SegmentedParams
@@ -76,7 +76,7 @@ class Segments(NamedTuple):
     merged: int
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> SegmentedSm90:
+def bind(row: Row, spec: KdaShape, target: Target) -> SegmentedSm90:
     return SegmentedSm90(row.params, target)
 
 

@@ -34,7 +34,7 @@ from kda_backend.scratch import Scratch
 from kda_backend.token_spec import TYPE_CODES
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from kda_backend.selection import KdaShape
 
 _INTRA_THREADS, _SCAN_THREADS = 128, 384
@@ -80,7 +80,7 @@ class Scan(NamedTuple):
     launch: Callable[[bytes, Scratch], None]
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> TwoStageSm90:
+def bind(row: Row, spec: KdaShape, target: Target) -> TwoStageSm90:
     return TwoStageSm90(target)
 
 

@@ -14,7 +14,7 @@ from kda_backend.token_spec import TokenSpec, has_ptx, in_one_layout
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
@@ -27,7 +27,7 @@ AXES = {
 COMMIT_AXES = dict.fromkeys(("state", "correction", "key_gate"), "ln")
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> TritonDraftRecords:
+def bind(row: Row, spec: KdaShape, target: Target) -> TritonDraftRecords:
     return TritonDraftRecords(row.params, batch_invariant=spec.batch_invariant)
 
 

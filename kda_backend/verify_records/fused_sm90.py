@@ -17,7 +17,7 @@ from kda_backend.token_spec import TYPE_CODES
 from kda_backend.verify_records.fused import RecordsFold
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
@@ -71,7 +71,7 @@ PARAMS = CudaParams(
 )
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> FusedRecordsSm90:
+def bind(row: Row, spec: KdaShape, target: Target) -> FusedRecordsSm90:
     return FusedRecordsSm90(row.params)
 
 

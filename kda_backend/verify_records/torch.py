@@ -14,12 +14,12 @@ from kda_backend.prefill.torch import as_stored, log_decay
 from kda_backend.torch_steps import Layer
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> RecordsInTorch:
+def bind(row: Row, spec: KdaShape, target: Target) -> RecordsInTorch:
     return RecordsInTorch()
 
 

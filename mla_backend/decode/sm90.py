@@ -12,7 +12,7 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaLaunch
 from backend_core.launch.cuda_params import CudaParams
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend import combine
 from mla_backend.contract.mla_decode import MlaInputs
@@ -87,11 +87,11 @@ class DecodeAddresses(NamedTuple):
     sinks: int
 
 
-def bind(row: KernelPath, spec: MlaSpec, target: Target) -> Sm90Decode:
+def bind(row: Row, spec: MlaSpec, target: Target) -> Sm90Decode:
     return Sm90Decode(spec)
 
 
-def plan(row: KernelPath, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
+def plan(row: Row, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
     fill = functools.partial(fill_sm90, spec.query_rows)
     return Planning(ctas_of(spec, num_sms, shares), shares, True, fill)
 

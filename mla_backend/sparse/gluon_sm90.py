@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend.contract.sparse_mla import SparseMlaInputs
 from mla_backend.kernels.sm90.sparse_mla import sparse_mla_sm90_kernel
@@ -24,7 +24,7 @@ MIN_SHARED = 8
 AXES = {"q": "..h."}
 
 
-def bind(row: KernelPath, spec: SparseMlaSpec, target: Target) -> GluonRecords | GluonRows:
+def bind(row: Row, spec: SparseMlaSpec, target: Target) -> GluonRecords | GluonRows:
     return (GluonRows if spec.cache_format == "bf16_rows" else GluonRecords)(
         row.params, spec, target
     )

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from backend_core.contracts import interprets
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
 from mla_backend.kernels import sparse_mla as kernels
@@ -20,7 +20,7 @@ from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 AXES = {"q": "..h."}
 
 
-def bind(row: KernelPath, spec: SparseMlaSpec, target: Target) -> TritonRecords | TritonRows:
+def bind(row: Row, spec: SparseMlaSpec, target: Target) -> TritonRecords | TritonRows:
     return (TritonRows if spec.cache_format == "bf16_rows" else TritonRecords)(
         row.params, spec, target
     )

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from backend_core.family import Family, families
-from backend_core.tables.select import explain, feature_sets, load_table
+from backend_core.tables.load import explain, feature_sets, load_table
 from backend_core.target import KNOWN_TARGETS, Target
 from tests.core.evidence import assert_made_by_a_script
 from tests.core.golden import CONFIGS, GOLDEN, render, shipped_tables
@@ -36,8 +36,8 @@ def test_every_kind_of_model_has_a_path_for_every_grid(family: Family) -> None:
     for table in tables:
         for operator in family.tables.operators:
             for kind in feature_sets(table, operator.name):
-                rows = explain(table, operator.name, kind)
-                paths = {row.path for row in rows if row.refusal is None}
+                verdicts = explain(table, operator.name, kind)
+                paths = {verdict.row for verdict in verdicts if verdict.refusal is None}
                 assert paths
                 assert all(path.features >= kind for path in paths)
                 assert {path.name for path in paths} <= set(operator.paths)

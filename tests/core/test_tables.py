@@ -14,15 +14,15 @@ import pytest
 
 from backend_core import strict
 from backend_core.operator import choose, forced
-from backend_core.tables import select as path_table
-from backend_core.tables.schema import NoParams, Operator, TableSchema
-from backend_core.tables.select import (
+from backend_core.tables import load as path_table
+from backend_core.tables.load import (
     PathTable,
     explain,
     feature_sets,
     load_table,
     unmeasured,
 )
+from backend_core.tables.schema import NoParams, Operator, TableSchema
 from backend_core.target import KNOWN_TARGETS, Target
 
 H200 = KNOWN_TARGETS["H200"]
@@ -275,7 +275,7 @@ def test_refused_rows_are_taken_over_by_the_next_larger_then_by_the_largest(tmp_
     )
     selection = choose(table, "prefill", H200, frozenset({"x"}))
     assert [selection.row(grid).name for grid in (1, 20, 21, 1000)] == ["b", "b", "c", "c"]
-    assert [(r.path.name, r.low, r.high, r.refusal) for r in selection.explained] == [
+    assert [(r.row.name, r.low, r.high, r.refusal) for r in selection.explained] == [
         ("a", None, None, "lacks x"),
         ("b", 1, 20, None),
         ("c", 21, None, None),

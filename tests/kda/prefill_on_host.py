@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from backend_core.launch.cuda_params import CudaParams
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
+from backend_core.tables.schema import Row
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.launch_params import TABLES, SegmentedParams
 from kda_backend.prefill import segmented_sm90 as segmented
@@ -35,7 +35,7 @@ def schedule_of(shape: PrefillShape, *, split: bool, sequence_major: bool) -> Sc
     return Schedule(2, split, scan_ctas, 3, 2, 1, sequence_major)
 
 
-def segmented_row(segment_chunks: int) -> KernelPath:
+def segmented_row(segment_chunks: int) -> Row:
     """The table's row, for every step here."""
     params = SegmentedParams(ROW.params.fused_conv_tiles, segment_chunks)
     return replace(ROWS["segmented_sm90"], params=params, min_longest=None, max_width=None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from backend_cli import info
-from backend_core.tables.select import load_table, shipped_directory
+from backend_core.tables.load import load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS
 from kda_backend import step_plan as step_plan_module
 from kda_backend.launch_params import TABLES

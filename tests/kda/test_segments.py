@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backend_core.launch.cuda_params import CudaParams
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.launch_params import TABLES
 from kda_backend.prefill import segmented_sm90 as segmented
