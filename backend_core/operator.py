@@ -19,7 +19,7 @@ import itertools
 import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from backend_core.contracts import expect_kernel_device
 from backend_core.tables.load import PathTable, Verdict, explain, load_table
@@ -57,6 +57,11 @@ class Selection(Generic[Spec, Run]):
     explained: tuple[Verdict, ...] = field(default=(), repr=False)
     upstream: str | None = None
     has_kernels: bool = field(init=False, repr=False)
+    _bounds: list[int] = field(init=False, repr=False)
+    _is_limited: bool = field(init=False, repr=False)
+    _runs: list[Run | None] = field(init=False, repr=False)
+    _of_spec: dict[Spec, Selection[Spec, Run]] = field(init=False, repr=False)
+    _of_row: dict[Row, Run] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         keep = functools.partial(object.__setattr__, self)
@@ -84,7 +89,7 @@ class Selection(Generic[Spec, Run]):
             LookupError: the row leaves the call to upstream.
         """
         index = self._index(grid, longest)
-        return self._runs[index] or self._bind(index)  # type: ignore[attr-defined]
+        return self._runs[index] or self._bind(index)
 
     def expect_device(self, name: str, tensor: Tensor) -> None:
         """Require a call's tensors where its path can read them, once for calls alike.
@@ -96,36 +101,36 @@ class Selection(Generic[Spec, Run]):
             expect_kernel_device(name, tensor)
 
     def _index(self, grid: int, longest: int | None) -> int:
-        index = bisect_left(self._bounds, grid)  # type: ignore[attr-defined]
-        if self._is_limited:  # type: ignore[attr-defined]
+        index = bisect_left(self._bounds, grid)
+        if self._is_limited:
             unit = self.operator.unit_tokens
             while not self.rows[index].serves(grid, longest, unit):
                 index += 1
         return index
 
     def _bind(self, index: int) -> Run:
-        row, of_row = self.rows[index], self._of_row  # type: ignore[attr-defined]
-        # threads may both bind: the first result serves
-        bound = of_row.get(row) or of_row.setdefault(
-            row, self.operator.bind(row, self.spec, self.target)
-        )
-        self._runs[index] = bound  # type: ignore[attr-defined]
-        return cast(Run, bound)
+        row = self.rows[index]
+        bound = self._of_row.get(row)
+        if bound is None:
+            made: Any = self.operator.bind(row, self.spec, self.target)
+            bound = self._of_row.setdefault(row, made)  # of two threads the first's serves
+        self._runs[index] = bound
+        return bound
 
     def bind_all(self) -> tuple[Run, ...]:
         """Every function that a call may choose: at model load."""
         ours = (n for n, row in enumerate(self.rows) if row.name != UPSTREAM)
-        return tuple(self._runs[n] or self._bind(n) for n in ours)  # type: ignore[attr-defined]
+        return tuple(self._runs[n] or self._bind(n) for n in ours)
 
     def only(self, *rows: Row) -> Selection[Spec, Run]:
         """These rows alone, whatever they require: a forced choice. None is bound twice."""
         forced = replace(self, rows=rows, explained=())
-        object.__setattr__(forced, "_of_row", self._of_row)  # type: ignore[attr-defined]
+        object.__setattr__(forced, "_of_row", self._of_row)
         return forced
 
     def for_spec(self, spec: Spec) -> Selection[Spec, Run]:
         """The same rows for another layer, made once."""
-        of_spec: dict[Spec, Selection[Spec, Run]] = self._of_spec  # type: ignore[attr-defined]
+        of_spec = self._of_spec
         return of_spec.get(spec) or of_spec.setdefault(spec, replace(self, spec=spec))
 
     @property
@@ -134,7 +139,7 @@ class Selection(Generic[Spec, Run]):
         for the most where all larger grids are in the range."""
         found: list[tuple[int, int | None]] = []
         first = 1
-        bounds = zip(self.rows, [*self._bounds, None], strict=True)  # type: ignore[attr-defined]
+        bounds = zip(self.rows, [*self._bounds, None], strict=True)
         for is_upstream, rows in itertools.groupby(bounds, lambda row: row[0].name == UPSTREAM):
             *_, (_, last) = rows
             if not is_upstream:

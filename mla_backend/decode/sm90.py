@@ -16,7 +16,7 @@ from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend import combine
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.decode import Planning, Prepared, ctas_of
+from mla_backend.decode import Planning, PreparedDecode, ctas_of
 from mla_backend.plan.fill import fill_sm90
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, MlaSpec
@@ -113,7 +113,7 @@ class Sm90Decode:
     def _shared(self) -> CudaKernel:
         return _kernel(defines(PREFIX_ROWS, False))
 
-    def prepare(self, x: MlaInputs) -> Prepared:
+    def prepare(self, x: MlaInputs) -> PreparedDecode:
         """The launches of a plan.
 
         Raises:

@@ -13,7 +13,7 @@ from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend import combine
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.decode import Planning, Prepared, ctas_of
+from mla_backend.decode import Planning, PreparedDecode, ctas_of
 from mla_backend.kernels.mla_decode import mla_decode_kernel
 from mla_backend.launch_params import TritonMlaParams
 from mla_backend.plan.fill import plan_split_kv
@@ -44,7 +44,7 @@ class TritonDecode:
         # a plan with shared prefixes has other tiles, and not every call is causal
         self._kernel = functools.cache(functools.partial(decode_kernel, params, spec))
 
-    def prepare(self, x: MlaInputs) -> Prepared:
+    def prepare(self, x: MlaInputs) -> PreparedDecode:
         return self._run
 
     def _run(self, x: MlaInputs, scratch: SplitScratch) -> None:
