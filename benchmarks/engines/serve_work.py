@@ -32,7 +32,7 @@ from typing import Any
 
 from backend_core.testing.records import write_record
 from benchmarks.engines import serve_agreement
-from benchmarks.engines.vllm_server import end_group
+from benchmarks.engines.vllm_server import end_group, is_row
 
 CALLS = (
     *((1, 128), (1, 512), (1, 640), (1, 1024), (1, 2048), (1, 4096), (1, 8192)),
@@ -639,7 +639,7 @@ def child(
             sink.write(line)
             last = [*last[-39:], line.rstrip()]
             own_line = "kda-dsv4" in line
-            if own_line and len(said) < 40:
+            if own_line and len(said) < 40 and not is_row(line):
                 said.append(line.rstrip()[:300])
             if line.startswith(SAID) or own_line:
                 print(line.rstrip()[:300], flush=True)
