@@ -37,7 +37,7 @@ Run = TypeVar("Run")
 class Selection(Generic[Spec, Run]):
     """An operator's rows for a layer on a target, and their bound functions.
 
-    A bucket whose rows were all refused is taken over by the next larger bucket, and above the
+    Grids whose rows were all refused are taken over by the next larger row, and above the
     largest usable row that row itself goes on: launch parameters chosen for more parallel work are
     the closest ones known to run.
 

@@ -121,7 +121,7 @@ class KdaSelection:
         return replace(self, **forced)
 
     def explain(self) -> list[str]:
-        """One line for each row of the table: bucket, path, parameters, provenance or refusal."""
+        """One line for each row of the table: grids, path, parameters, provenance or refusal."""
         return [str(row) for operator in self.operators for row in operator.explained]
 
 

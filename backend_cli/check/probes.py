@@ -18,7 +18,7 @@ class Probe:
     """One call of one table row.
 
     Attributes:
-        grids: the buckets that the table has it for, in words.
+        grids: the sizes of call that the table has it for, in words.
         case: the name of the call; empty if there is no call to make.
         skip: why it cannot be made here, or ``None``.
         run: makes it; ``None`` where it cannot be made.
@@ -53,13 +53,13 @@ def probes(target: Target, *, interpreted: bool) -> list[Probe]:
 def _of_table(family: Family, table: PathTable, *, interpreted: bool) -> list[Probe]:
     found: list[Probe] = []
     for operator in family.tables.operator_names:
-        # rows of one path and one set of parameters are one kernel, for several buckets
-        buckets: dict[object, tuple[Row, list[str]]] = {}
+        # rows of one path and one set of parameters are one kernel, for several sizes
+        kernels: dict[object, tuple[Row, list[str]]] = {}
         for row in (row for row in table.rows if row.operator == operator):
             grids = "any" if row.max_grid is None else f"to {row.max_grid}"
             key = (row.name, row.params, row.features)
-            buckets.setdefault(key, (row, []))[1].append(grids)
-        for row, labels in buckets.values():
+            kernels.setdefault(key, (row, []))[1].append(grids)
+        for row, labels in kernels.values():
             found += probes_of(family, row, ", ".join(labels), interpreted=interpreted)
     return found
 

@@ -17,7 +17,7 @@ operator, which path runs up to which grid and with which launch parameters:
     block_v = 32
 
 Rows of one operator come in ascending ``max_grid``; the last has none and is open. Rows with the
-same ``max_grid`` are alternatives for one bucket, the preferred first.
+same ``max_grid`` are alternatives, the preferred first.
 
 A table that was written for one release of the package (``kda-dsv4 tune``) says so with
 ``release = "0.1.0"``; another release refuses it, since launch parameters come and go with the

@@ -37,7 +37,7 @@ def test_the_longest_sequence_is_a_second_limit() -> None:
     assert bounds == [(1, 8, None), (1, 8, None), (9, None, None), (9, None, None)]
 
 
-def test_a_bucket_without_an_open_row_goes_on_in_the_next() -> None:
+def test_a_range_without_an_open_row_goes_on_in_the_next() -> None:
     rows = (replace(ONE, max_grid=8), ONE, TWO)
     assert selection(*rows).row(3, 65) is TWO
 

@@ -99,7 +99,7 @@ def load(directory: Path, text: str, target: Target = H200) -> PathTable:
     return load_table(TOY, target, directory=directory)
 
 
-def three_buckets(directory: Path) -> PathTable:
+def three_ranges(directory: Path) -> PathTable:
     return load(
         directory,
         row(name="small", max_grid=10, features=["varlen"])
@@ -251,8 +251,8 @@ def test_a_table_that_cannot_be_like_another(tmp_path: Path, text: str, message:
         load(tmp_path, text, KNOWN_TARGETS["B200"])
 
 
-def test_lookup_at_bucket_boundaries(tmp_path: Path) -> None:
-    selection = choose(three_buckets(tmp_path), "prefill", H200, frozenset())
+def test_lookup_at_the_ends_of_ranges(tmp_path: Path) -> None:
+    selection = choose(three_ranges(tmp_path), "prefill", H200, frozenset())
     expected = {0: "small", 1: "small", 10: "small", 11: "middle", 100: "middle", 101: "fused"}
     assert {grid: selection.row(grid).name for grid in expected} == expected
     assert selection.row(2**40).name == "fused"
@@ -284,7 +284,7 @@ def test_refused_rows_are_taken_over_by_the_next_larger_then_by_the_largest(tmp_
 
 
 def test_refusal_names_what_is_missing(tmp_path: Path) -> None:
-    table = three_buckets(tmp_path)
+    table = three_ranges(tmp_path)
     needs = frozenset({"snapshots", "varlen", "bf16_state"})
     refusals = [row.refusal for row in explain(table, "prefill", needs)]
     assert refusals == [
@@ -314,13 +314,13 @@ def test_of_alternatives_the_first_usable_serves(tmp_path: Path) -> None:
 
 
 def test_feature_sets_are_the_distinct_ones_in_order(tmp_path: Path) -> None:
-    table = three_buckets(tmp_path)
+    table = three_ranges(tmp_path)
     assert feature_sets(table, "prefill") == [{"varlen"}, {"varlen", "snapshots"}]
     assert feature_sets(table, "decode") == [frozenset()]
 
 
 def test_operators_are_kept_apart(tmp_path: Path) -> None:
-    table = three_buckets(tmp_path)
+    table = three_ranges(tmp_path)
     assert choose(table, "decode", H200, frozenset()).row(5).name == "recurrent"
     with pytest.raises(ValueError, match="operator of toy must be one of prefill, decode, got 'x'"):
         choose(table, "x", H200, frozenset())
@@ -348,13 +348,13 @@ def test_the_users_table_comes_before_the_shipped_one(
     def found() -> Path:
         return load_table(TOY, H200).source.parents[1]
 
-    three_buckets(places["shipped"])
+    three_ranges(places["shipped"])
     assert found() == places["shipped"]
-    three_buckets(places["xdg/kda-dsv4"])
+    three_ranges(places["xdg/kda-dsv4"])
     assert found() == places["xdg/kda-dsv4"]
     monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(places["mine"]))
     assert found() == places["shipped"]
-    three_buckets(places["mine"])
+    three_ranges(places["mine"])
     assert found() == places["mine"]
     monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(tmp_path / "absent"))
     with pytest.raises(
@@ -370,7 +370,7 @@ def test_a_user_without_a_home_has_the_shipped_tables(
     for name in ("HOME", "XDG_CONFIG_HOME", "KDA_DSV4_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
-    three_buckets(tmp_path)
+    three_ranges(tmp_path)
     assert load_table(TOY, H200).source.parents[1] == tmp_path
 
 
@@ -381,7 +381,7 @@ def test_in_a_closed_home_there_is_no_table_and_a_closed_folder_that_was_named_i
     home, shipped = tmp_path / "home" / "kda-dsv4", tmp_path / "shipped"
     for place in (home, shipped):
         place.mkdir(parents=True)
-        three_buckets(place)
+        three_ranges(place)
     whole = os.stat
 
     def closed(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
@@ -477,7 +477,7 @@ def test_a_gpu_that_cannot_have_a_table_is_told_why(tmp_path: Path) -> None:
 
 
 def test_a_forced_selection_holds_the_given_rows_alone(tmp_path: Path) -> None:
-    small, middle, _, decode = three_buckets(tmp_path).rows
+    small, middle, _, decode = three_ranges(tmp_path).rows
     assert forced(TOY, H200, None, decode).row(10**6) is decode
     both = forced(TOY, H200, None, small, middle)
     assert [both.row(grid) for grid in (1, 10, 11, 10**6)] == [small, small, middle, middle]
