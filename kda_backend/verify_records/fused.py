@@ -115,7 +115,7 @@ def _run(kernel: KernelLaunch, batch_invariant: bool, call: VerifyCall) -> None:
 
 
 def verify_records_kernel(
-    params: FusedRecordsParams, spec: TokenSpec, by_norm: bool = True
+    params: FusedRecordsParams, spec: TokenSpec, by_norm: bool
 ) -> KernelLaunch:
     """The kernel of the verification, as its path launches it; ``by_norm``: of `Records`."""
     from backend_core.launch.triton import KernelLaunch

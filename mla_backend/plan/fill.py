@@ -72,9 +72,7 @@ def prefix_slot(own_slots: int, query_rows: int) -> int:
     return -(-own_slots * query_rows // 64)
 
 
-def plan_split_kv(
-    plan: MlaPlan, lengths: torch.Tensor, overhead: int = OVERHEAD, min_blocks: int = MIN_BLOCKS
-) -> None:
+def plan_split_kv(plan: MlaPlan, lengths: torch.Tensor) -> None:
     """One launch of the Triton planner."""
     tiles, ctas = lengths.shape[0], plan.num_ctas
     _split_kernel(power_of_two(tiles), power_of_two(ctas)).launch(
@@ -85,8 +83,8 @@ def plan_split_kv(
         scratch_ptr=plan.starts,
         tiles=tiles,
         ctas=ctas,
-        overhead=overhead,
-        min_blocks=min_blocks,
+        overhead=OVERHEAD,
+        min_blocks=MIN_BLOCKS,
     )
 
 

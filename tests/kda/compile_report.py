@@ -145,7 +145,7 @@ def _row_cases(row: Row, dim: int, dtype: torch.dtype, has_ptx: bool) -> Iterato
                 kernel = verify_kernel(row.params, model[1])
                 yield f"verify_step {size} {name} {variant}{bounds}", kernel, dtype, variant
         elif (row.operator, row.name) == ("verify_records", "fused") and dim <= 128:
-            kernel = verify_records_kernel(row.params, model[1])
+            kernel = verify_records_kernel(row.params, model[1], True)
             for variant in ("buffers", *(f"held{states}" for states in of_states)):
                 yield f"verify_records {size} {name} {variant}{bounds}", kernel, dtype, variant
             kernel, _ = commit_records_kernel(row.params, dim, dim, GATES[name], has_ptx)
