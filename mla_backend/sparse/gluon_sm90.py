@@ -10,7 +10,7 @@ from backend_core.target import Target
 from mla_backend.contract.sparse_mla import SparseMlaInputs
 from mla_backend.kernels.sm90.sparse_mla import sparse_mla_sm90_kernel
 from mla_backend.kernels.sm90.sparse_mla_rows import sparse_mla_rows_sm90_kernel
-from mla_backend.launch_params_sparse import GluonSparseMlaParams
+from mla_backend.launch_params import GluonSparseMlaParams
 from mla_backend.plan.sparse_splits import OVERHEAD, blocks_of, sparse_shares, sparse_splits
 from mla_backend.scratch import SplitScratch
 from mla_backend.sparse.combine import combine, combine_shares

@@ -11,7 +11,7 @@ from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
 from mla_backend.kernels import sparse_mla as kernels
-from mla_backend.launch_params_sparse import TritonSparseMlaParams
+from mla_backend.launch_params import TritonSparseMlaParams
 from mla_backend.plan.sparse_splits import blocks_of, sparse_splits
 from mla_backend.scratch import SplitScratch
 from mla_backend.sparse.combine import combine
