@@ -125,7 +125,7 @@ def _headline() -> str:
     mla_report, sparse = mla.decode_report(), load(block_sparse.RESULT)
     decodes = mla.decode_ratios(mla_report)
     flex = block_sparse.ratios(sparse, "FlexAttention")
-    sparge = block_sparse.ratios(sparse, "SpargeAttn")
+    sage, sparge = drop_ins.eight_bit_ratios()
     rows = [
         (
             f"KDA prefill, unbounded gate, {len(unbounded)} shapes",
@@ -158,7 +158,8 @@ def _headline() -> str:
             list(decodes.values()),
         ),
         (f"Block-sparse attention, {len(flex)} sizes", "FlexAttention", flex),
-        (f"Block-sparse attention in 8 bits, {len(sparge)} sizes", "SpargeAttn", sparge),
+        (f"SpargeAttn's functions in 8 bits, {len(sparge)} calls", "SpargeAttn", sparge),
+        (f"`sageattn`, {len(sage)} calls", "SageAttention", sage),
         *(_headline_of_engine(name) for name in (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES)),
     ]
     cells = [

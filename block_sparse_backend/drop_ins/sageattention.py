@@ -194,23 +194,6 @@ sageattn_qk_int8_pv_fp16_cuda = functools.partial(_qk_int8_cuda, False)
 """``sageattn_qk_int8_pv_fp8_cuda`` with values in 16 bits."""
 
 
-def sageattn_qk_int8_pv_fp8_cuda_sm90(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: Groups = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32+fp32",
-    smooth_k: bool = True,
-    return_lse: bool = False,
-) -> Result:
-    """``sageattn_qk_int8_pv_fp8_cuda`` without ``smooth_v``."""
-    _check_groups(qk_quant_gran)
-    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse)
-
-
 def sageattn_qk_int8_pv_fp16_triton(
     q: Tensor,
     k: Tensor,

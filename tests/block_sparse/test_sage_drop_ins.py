@@ -107,11 +107,6 @@ def test_sparge_parts_compiled_code_once(name: str, seed: int, device: torch.dev
             ERROR,
         ),
         (
-            "qk_int8_pv_fp8_cuda_sm90",
-            "qk_quant_gran sm_scale pv_accum_dtype smooth_k return_lse",
-            ERROR,
-        ),
-        (
             "qk_int8_pv_fp16_cuda",
             "qk_quant_gran sm_scale pv_accum_dtype smooth_k smooth_v return_lse",
             1.5e-2,
