@@ -50,7 +50,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
+from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_sides, serve_work
 from benchmarks.engines.serve_work import SideFile, call_name, decode_name, row, say
 from benchmarks.engines.vllm_server import plant
 from kda_backend.engines import prefill_graphs
@@ -73,17 +73,17 @@ BESIDE = {"kv_cache_memory_bytes": 8 * 2**30, "gpu_memory_utilization": 0.2}
 
 
 def main() -> int:
-    variants = (serve_work.DETERMINISTIC, serve_work.UPSTREAM_GRAPHS)
-    parser, two, _ = serve_work.commands(__doc__, PARTS, variants)
+    variants = (serve_work.DETERMINISTIC, serve_sides.UPSTREAM_GRAPHS)
+    parser, two, _ = serve_sides.commands(__doc__, PARTS, variants)
     two.add_argument("--limit", type=float, default=540.0, help="for all sides, seconds")
-    return serve_work.started(parser, pair, run)
+    return serve_sides.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:
-    sides = serve_work.sides_of(args, ["--attention-backend", args.flag], [])
+    sides = serve_sides.sides_of(args, ["--attention-backend", args.flag], [])
     module = "benchmarks.serve_vllm"
     spread = args.ranks if args.spread else 0
-    return serve_work.pair(
+    return serve_sides.pair(
         module, sides, args.out, args.limit, is_beside=args.beside, spread_ranks=spread
     )
 
@@ -99,7 +99,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
         drafts = {"method": "ngram", "num_speculative_tokens": args.drafts, **lookup}
         options["speculative_config"] = drafts
-    if args.variant == serve_work.UPSTREAM_GRAPHS:
+    if args.variant == serve_sides.UPSTREAM_GRAPHS:
         config = json.loads((args.config / "config.json").read_text())
         most = prefill_graphs.most_tokens(config["hidden_size"], args.ranks, BUDGET)
         larger = [size for size in prefill_graphs.sizes(most) if size > CAPTURED[-1]]
