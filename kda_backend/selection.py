@@ -22,7 +22,7 @@ from kda_backend.launch_params import ORDERS, TABLES
 from kda_backend.spec import tile_width
 
 if TYPE_CHECKING:
-    from kda_backend.contract.values import RecordsPath, StepPath
+    from kda_backend.contract.calls import RecordsPath, StepPath
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,8 @@ import torch.nn.functional as F
 
 from backend_core.autocast import without_autocast
 from kda_backend import reference
-from kda_backend.contract.values import (
-    ConvInputs,
-    DecodeCall,
-    DraftInputs,
-    GateSpec,
-    InTorch,
-    NormInputs,
-    RecurrentCall,
-    TokenInputs,
-    VerifyCall,
-)
+from kda_backend.contract.calls import DecodeCall, InTorch, RecurrentCall, VerifyCall
+from kda_backend.contract.values import ConvInputs, DraftInputs, GateSpec, NormInputs, TokenInputs
 from kda_backend.prefill.torch import (
     activated,
     as_stored,

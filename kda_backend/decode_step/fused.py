@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kda_backend.contract.values import DecodeCall
+from kda_backend.contract.calls import DecodeCall
 from kda_backend.launch_params import FusedRecordsParams, FusedStepParams, FusedVerifyParams
 from kda_backend.token_spec import TokenSpec, in_one_layout
 

@@ -10,8 +10,9 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
+from kda_backend.contract.calls import DecodeCall
 from kda_backend.contract.step import is_aligned
-from kda_backend.contract.values import ConvInputs, DecodeCall, StateRef
+from kda_backend.contract.values import ConvInputs, StateRef
 from kda_backend.launch_params import FusedStepSm90Params
 from kda_backend.token_spec import TYPE_CODES
 

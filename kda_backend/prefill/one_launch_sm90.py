@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from backend_core.target import Target
-from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, PreparedPrefill, StateRef
+from kda_backend.contract.calls import Addresses, PrefillCall, PreparedPrefill
+from kda_backend.contract.values import GateSpec, StateRef
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
     KERNELS,

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from backend_core.launch.cuda import CudaKernel
     from backend_core.tables.schema import Row
-    from kda_backend.contract.values import ConvInputs, GateSpec, PrefillCall, StateRef, TokenInputs
+    from kda_backend.contract.calls import PrefillCall
+    from kda_backend.contract.values import ConvInputs, GateSpec, StateRef, TokenInputs
     from kda_backend.prefill.arguments_sm90 import PrefillVariant
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan

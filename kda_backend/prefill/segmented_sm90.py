@@ -16,7 +16,7 @@ from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from backend_core.tables.schema import Row
 from backend_core.target import Target
-from kda_backend.contract.values import PrefillCall, PreparedPrefill
+from kda_backend.contract.calls import PrefillCall, PreparedPrefill
 from kda_backend.launch_params import SegmentedParams
 from kda_backend.prefill.arguments_sm90 import (
     DIM,

@@ -11,7 +11,8 @@ import torch
 
 from backend_core.autocast import without_autocast
 from kda_backend import reference
-from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
+from kda_backend.contract.calls import PrefillCall
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.spec import CHUNK, Beta, Gate
 
 if TYPE_CHECKING:

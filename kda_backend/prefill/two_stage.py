@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.target import detect_target
-from kda_backend.contract.values import PrefillCall
+from kda_backend.contract.calls import PrefillCall
 from kda_backend.launch_params import TwoStageParams
 from kda_backend.spec import CHUNK, tile_width
 from kda_backend.token_spec import TokenSpec, in_one_layout

@@ -10,7 +10,8 @@ from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import Target
-from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, PreparedPrefill
+from kda_backend.contract.calls import Addresses, PrefillCall, PreparedPrefill
+from kda_backend.contract.values import GateSpec
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
     DIM,

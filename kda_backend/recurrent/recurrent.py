@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kda_backend.contract.values import RecurrentCall
+from kda_backend.contract.calls import RecurrentCall
 from kda_backend.launch_params import RecurrentParams
 from kda_backend.token_spec import TokenSpec
 

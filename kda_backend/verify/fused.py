@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kda_backend.contract.values import VerifyCall
+from kda_backend.contract.calls import VerifyCall
 from kda_backend.decode_step.fused import NO_CONV, NO_NORM, step_constexprs
 from kda_backend.launch_params import FusedVerifyParams
 from kda_backend.token_spec import TokenSpec, in_one_layout

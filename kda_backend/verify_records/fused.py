@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kda_backend.contract.values import CommitCall, VerifyCall
+from kda_backend.contract.calls import CommitCall, VerifyCall
 from kda_backend.decode_step.fused import NO_CONV, NO_NORM, blocks_axis, step_constexprs
 from kda_backend.launch_params import FusedRecordsParams, FusedRecordsSm90Params
 from kda_backend.spec import Gate

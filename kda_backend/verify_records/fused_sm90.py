@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.launch.cuda_params import CudaParams
-from kda_backend.contract.values import CommitCall, VerifyCall
+from kda_backend.contract.calls import CommitCall, VerifyCall
 from kda_backend.decode_step.fused_sm90 import HopperStep
 from kda_backend.launch_params import FusedRecordsSm90Params
 from kda_backend.token_spec import TYPE_CODES

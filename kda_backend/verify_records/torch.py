@@ -9,7 +9,8 @@ import torch
 
 from backend_core.autocast import without_autocast
 from kda_backend import reference
-from kda_backend.contract.values import CommitCall, GateSpec, Records, VerifyCall
+from kda_backend.contract.calls import CommitCall, VerifyCall
+from kda_backend.contract.values import GateSpec, Records
 from kda_backend.prefill.torch import as_stored, log_decay
 from kda_backend.torch_steps import Layer
 

@@ -21,7 +21,8 @@ from benchmarks.sweep_kda_prefill import (
     regrets,
     timed,
 )
-from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
+from kda_backend.contract.calls import PrefillCall
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, choose_schedule
 from kda_backend.scratch import Scratch
