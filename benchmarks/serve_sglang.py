@@ -30,10 +30,9 @@ from statistics import median_high as median
 from typing import Any
 
 from benchmarks.engines import serve_agreement, serve_profile, serve_sides, serve_work
-from benchmarks.engines.serve_work import SideFile, call_name, decode_name, row, say
+from benchmarks.engines.serve_work import BUDGET, SideFile, call_name, decode_name, row, say
 from benchmarks.engines.vllm_server import plant
 from benchmarks.serve_vllm import (
-    BUDGET,
     draw_weights,
     environment,
     model_directory,

@@ -51,7 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_sides, serve_work
-from benchmarks.engines.serve_work import SideFile, call_name, decode_name, row, say
+from benchmarks.engines.serve_work import BUDGET, SideFile, call_name, decode_name, row, say
 from benchmarks.engines.vllm_server import plant
 from kda_backend.engines import prefill_graphs
 
@@ -61,7 +61,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions to workers of ours
 
-BUDGET, SEQUENCES = 8192, 1024  # what `vllm serve` takes on an H200
+SEQUENCES = 1024  # what `vllm serve` takes on an H200
 PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
 HOST_CALL, HOST_CALLS = (1, 2048), 10
 PARTS = (

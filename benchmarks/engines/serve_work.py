@@ -29,6 +29,8 @@ CALLS = (
     *((1, 128), (1, 512), (1, 640), (1, 1024), (1, 2048), (1, 4096), (1, 8192)),
     *((8, 1024), (1, 32768)),
 )
+BUDGET = 8192
+"""The most tokens of prompts in a step, as ``vllm serve`` has them on an H200."""
 DECODE_SHORT = ((1, 128), (16, 128), (64, 128), (256, 128))
 DECODE_LONG = ((1, 32768), (16, 32768), (64, 32768))
 SHARED_PROMPT = (64, 8192)  # requests that decode behind one system prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.engines import serve_work as work
 from docs.performance_parts.page import RESULTS, load, section, table
 
 # pairs of upstream and flag by the serve benchmarks
@@ -101,7 +102,43 @@ def several_ranks() -> list[str]:
             "",
             *table(titles, cells),
             "",
+            *_mixed(report),
             *_busy(report),
+        ]
+    return lines
+
+
+def _mixed(report: dict[str, Any]) -> list[str]:
+    """Say what the mixed load's steps take at the times of their rows, and how far decode rows of
+    two sides with the same graphs are apart."""
+    ms = {row["what"]: row for row in both(report)}
+    steps = work.MIXED_REQUESTS * sum(work.MIXED_PROMPT) / 2 / work.BUDGET
+    after = work.MIXED_NEW[1] - steps
+    together = next(shape for shape in work.DECODE_SHORT if shape[0] == work.MIXED_REQUESTS)
+    whole, decode = ms[work.call_name(1, work.BUDGET)], ms[work.decode_name(*together)]
+    (load_row,) = both(report, "mixed")
+
+    def of(key: str) -> str:
+        parts = steps * whole[key], after * decode[key]
+        return (
+            f"{parts[0]:,.0f} and {parts[1]:,.0f}, together {sum(parts):,.0f} of"
+            f" {load_row[key]:,.0f} ms measured"
+        )
+
+    lines = [
+        f"The prompts of the mixed load fill {steps:.0f} steps of {work.BUDGET:,} tokens, and its"
+        f" longest answer takes {after:.0f} steps more, which decode at most {work.MIXED_REQUESTS}"
+        f" requests. At the times of those rows this is, with the flag, {of('flag_ms')}; upstream"
+        f" {of('upstream_ms')}. The second number is no prefill's, and the same on both sides.",
+        "",
+    ]
+    decodes = [row for row in both(report, "decode") if "upstream_graphs_ms" in row]
+    if decodes:
+        apart = {abs(row["upstream_graphs_ms"] / row["upstream_ms"] - 1): row for row in decodes}
+        lines += [
+            "Both of upstream's sides decode with the same graphs, so their decode rows differ by"
+            f" noise alone: by up to {max(apart):.0%} ({apart[max(apart)]['what']}).",
+            "",
         ]
     return lines
 
