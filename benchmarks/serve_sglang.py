@@ -30,15 +30,10 @@ from statistics import median_high as median
 from typing import Any
 
 from benchmarks.engines import serve_agreement, serve_profile, serve_sides, serve_work
+from benchmarks.engines.serve_model import draw_weights, environment, model_directory, versions
 from benchmarks.engines.serve_work import BUDGET, SideFile, call_name, decode_name, row, say
 from benchmarks.engines.vllm_server import plant
-from benchmarks.serve_vllm import (
-    draw_weights,
-    environment,
-    model_directory,
-    say_paths_of_layers,
-    versions,
-)
+from benchmarks.serve_vllm import say_paths_of_layers
 from kda_backend.engines import prefill_graphs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -17,7 +17,14 @@ import pytest
 import torch
 
 from benchmarks import serve_vllm
-from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_sides, serve_work
+from benchmarks.engines import (
+    decode_vllm,
+    serve_agreement,
+    serve_model,
+    serve_profile,
+    serve_sides,
+    serve_work,
+)
 from kda_backend import operators
 from kda_backend.fla import chunk_kda
 
@@ -312,12 +319,12 @@ def test_a_model_is_cut_to_layers_heads_and_experts(
     words = ["--config", str(place.parent), "--layers", "4", "--heads", "8", "--experts", "32"]
     args = options(*words, "--calls", "1x512", "2x64")
     assert args.calls == [(1, 512), (2, 64)] and "long_tokens" not in args.parts
-    cut = json.loads((Path(serve_vllm.model_directory(args)) / "config.json").read_text())
+    cut = json.loads((Path(serve_model.model_directory(args)) / "config.json").read_text())
     text = cut.get("text_config", cut)
     assert text["num_hidden_layers"] == 4 and text["num_attention_heads"] == 8
     assert text.get("num_experts", text.get("n_routed_experts")) == 32
     dense = options(*words[:-1], "0")
-    cut = json.loads((Path(serve_vllm.model_directory(dense)) / "config.json").read_text())
+    cut = json.loads((Path(serve_model.model_directory(dense)) / "config.json").read_text())
     assert cut.get("text_config", cut)["first_k_dense_replace"] == 4
     if "linear_attn_config" in text:
         linear = text["linear_attn_config"]
