@@ -101,7 +101,8 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
 
 
 def first_part(side: SideFile, asked: Asked) -> None:
-    """The first request after the load."""
+    """The first request after the load; other sides may still load beside it, or have compiled what
+    it needs."""
     what = "first request, 1 × 2,048"
     side.part("first request", 10, lambda: side.add(row(what, "first", 1e3 * asked.call(1, 2048))))
 
