@@ -12,7 +12,7 @@ from typing import Any
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.files import read_json
 from backend_core.family import Family, families
-from backend_core.tables.select import PathTable, load_table
+from backend_core.tables.load import PathTable, load_table
 from backend_core.target import Target
 
 

@@ -21,14 +21,14 @@ from backend_core import __version__
 from backend_core.engines import ENGINES, seams
 from backend_core.family import Family, families
 from backend_core.strict import strict_mode
-from backend_core.tables.schema import UPSTREAM, Operator
-from backend_core.tables.select import (
-    PathRow,
+from backend_core.tables.load import (
     PathTable,
+    Verdict,
     explain,
     feature_sets,
     shipped_directory,
 )
+from backend_core.tables.schema import UPSTREAM, Operator
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 SCHEMA = 3
@@ -152,15 +152,15 @@ def _operator(table: PathTable, operator: Operator, requires: frozenset[str]) ->
         selections = [
             _selection(
                 kind,
-                [row for row in explain(table, operator.name, kind) if kind <= row.path.features],
+                [v for v in explain(table, operator.name, kind) if kind <= v.row.features],
             )
             for kind in feature_sets(table, operator.name)
         ]
     return {"operator": operator.name, "grid": operator.grid, "selections": selections}
 
 
-def _selection(requires: frozenset[str], rows: Iterable[PathRow]) -> dict[str, Any]:
-    return {"requires": sorted(requires), "rows": [facts(row) for row in rows]}
+def _selection(requires: frozenset[str], verdicts: Iterable[Verdict]) -> dict[str, Any]:
+    return {"requires": sorted(requires), "rows": [facts(verdict) for verdict in verdicts]}
 
 
 def shown_table(file: str) -> str:

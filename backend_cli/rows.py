@@ -6,25 +6,25 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from backend_core.tables.load import Verdict
 from backend_core.tables.schema import LIMITS, UPSTREAM
-from backend_core.tables.select import PathRow
 
 Facts = Mapping[str, Any]
 """A row in `info`'s document."""
 
 
-def facts(row: PathRow) -> dict[str, Any]:
+def facts(verdict: Verdict) -> dict[str, Any]:
     """The row and what became of it, in values of JSON."""
     return {
-        "path": row.path.name,
-        "low": row.low,
-        "high": row.high,
-        **{limit: getattr(row.path, limit) for limit in LIMITS},
-        "refusal": row.refusal,
-        "params": row.path.params_dict(),
-        "features": sorted(row.path.features),
-        "measured": row.path.measured,
-        "provenance": row.path.provenance,
+        "path": verdict.row.name,
+        "low": verdict.low,
+        "high": verdict.high,
+        **{limit: getattr(verdict.row, limit) for limit in LIMITS},
+        "refusal": verdict.refusal,
+        "params": verdict.row.params_dict(),
+        "features": sorted(verdict.row.features),
+        "measured": verdict.row.measured,
+        "provenance": verdict.row.provenance,
     }
 
 

@@ -17,9 +17,9 @@ LINE_SECONDS = 10.0
 """Where stderr is no terminal, a line is due after so many seconds."""
 
 
-def plain_console(*, width: int | None = None, soft_wrap: bool = True) -> Console:
+def plain_console(*, soft_wrap: bool = True) -> Console:
     """stdout without colours, markup or emoji; lines are not broken unless they are in a table."""
-    return Console(highlight=False, markup=False, emoji=False, width=width, soft_wrap=soft_wrap)
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
 
 
 def wrapped(text: str, indent: int = 0) -> str:

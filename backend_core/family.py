@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-    from backend_core.tables.schema import KernelPath, TableSchema
-    from backend_core.tables.select import PathRow
+    from backend_core.tables.load import Verdict
+    from backend_core.tables.schema import Row, TableSchema
     from backend_core.target import Target
 
 PACKAGES = ("kda_backend", "dsv4_backend", "mla_backend", "block_sparse_backend")
@@ -31,7 +31,7 @@ CheckCase: TypeAlias = "Callable[[Target, torch.device], tuple[float, float]]"
 TuneSpace: TypeAlias = Mapping[str, Mapping[str, tuple[int | bool | str, ...]]]
 """For each measure, the values that each launch parameter is tried with."""
 
-Measure: TypeAlias = "Callable[[KernelPath, Target, str, int, int], Callable[[], object]]"
+Measure: TypeAlias = "Callable[[Row, Target, str, int, int], Callable[[], object]]"
 """(path, target, measure, grid, heads) -> a call to be timed, on tensors of the GPU."""
 
 
@@ -44,7 +44,7 @@ class ModelPaths(NamedTuple):
     """
 
     notes: Sequence[str]
-    rows: Mapping[str, Sequence[PathRow]]
+    rows: Mapping[str, Sequence[Verdict]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,9 +82,9 @@ class Family:
     layer_kinds: frozenset[str]
     model_refusal: Callable[[ModelConfig], str | None]
     describe_model: Callable[[Target, ModelConfig, int, str], ModelPaths]
-    check_cases: Callable[[KernelPath], Mapping[str, CheckCase]]
+    check_cases: Callable[[Row], Mapping[str, CheckCase]]
     interpretable: frozenset[str]
-    tune_space: Callable[[KernelPath], TuneSpace]
+    tune_space: Callable[[Row], TuneSpace]
     measure: Measure
     open_grid: Mapping[str, int]
     benchmarks: Mapping[str, str]

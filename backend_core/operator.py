@@ -3,7 +3,7 @@
 An `Operator` is declared without torch, beside its launch parameters. Each of its paths is a module
 of that name in the operator's folder, with one function::
 
-    def bind(row: KernelPath, spec: Spec, target: Target) -> Run
+    def bind(row: Row, spec: Spec, target: Target) -> Run
 
 which fixes all that follows from the row, the layer and the GPU, and returns what runs a checked
 call. A `Selection` holds an operator's rows for one layer on one GPU and their bound functions::
@@ -19,11 +19,11 @@ import itertools
 import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from backend_core.contracts import expect_kernel_device
-from backend_core.tables.schema import UPSTREAM, KernelPath, Operator, TableSchema
-from backend_core.tables.select import PathRow, PathTable, explain, load_table
+from backend_core.tables.load import PathTable, Verdict, explain, load_table
+from backend_core.tables.schema import UPSTREAM, Operator, Row, TableSchema
 from backend_core.target import Target
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Run = TypeVar("Run")
 class Selection(Generic[Spec, Run]):
     """An operator's rows for a layer on a target, and their bound functions.
 
-    A bucket whose rows were all refused is taken over by the next larger bucket, and above the
+    Grids whose rows were all refused are taken over by the next larger row, and above the
     largest usable row that row itself goes on: launch parameters chosen for more parallel work are
     the closest ones known to run.
 
@@ -45,7 +45,7 @@ class Selection(Generic[Spec, Run]):
 
     Attributes:
         rows: those that serve, in the table's order; the last is for every larger grid.
-        explained: what became of each row of the table; none for a forced choice.
+        explained: the verdict on each row of the table; none for a forced choice.
         upstream: the engine's kernel to which rows may leave their calls.
         has_kernels: whether a row launches kernels, which read a GPU's memory alone.
     """
@@ -53,10 +53,15 @@ class Selection(Generic[Spec, Run]):
     operator: Operator
     target: Target
     spec: Spec
-    rows: tuple[KernelPath, ...]
-    explained: tuple[PathRow, ...] = field(default=(), repr=False)
+    rows: tuple[Row, ...]
+    explained: tuple[Verdict, ...] = field(default=(), repr=False)
     upstream: str | None = None
     has_kernels: bool = field(init=False, repr=False)
+    _bounds: list[int] = field(init=False, repr=False)
+    _is_limited: bool = field(init=False, repr=False)
+    _runs: list[Run | None] = field(init=False, repr=False)
+    _of_spec: dict[Spec, Selection[Spec, Run]] = field(init=False, repr=False)
+    _of_row: dict[Row, Run] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         keep = functools.partial(object.__setattr__, self)
@@ -67,7 +72,7 @@ class Selection(Generic[Spec, Run]):
         keep("_of_spec", {self.spec: self})
         keep("_of_row", {})
 
-    def row(self, grid: int, longest: int | None = None) -> KernelPath:
+    def row(self, grid: int, longest: int | None = None) -> Row:
         """The row for a call.
 
         Args:
@@ -84,7 +89,7 @@ class Selection(Generic[Spec, Run]):
             LookupError: the row leaves the call to upstream.
         """
         index = self._index(grid, longest)
-        return self._runs[index] or self._bind(index)  # type: ignore[attr-defined]
+        return self._runs[index] or self._bind(index)
 
     def expect_device(self, name: str, tensor: Tensor) -> None:
         """Require a call's tensors where its path can read them, once for calls alike.
@@ -96,36 +101,36 @@ class Selection(Generic[Spec, Run]):
             expect_kernel_device(name, tensor)
 
     def _index(self, grid: int, longest: int | None) -> int:
-        index = bisect_left(self._bounds, grid)  # type: ignore[attr-defined]
-        if self._is_limited:  # type: ignore[attr-defined]
+        index = bisect_left(self._bounds, grid)
+        if self._is_limited:
             unit = self.operator.unit_tokens
             while not self.rows[index].serves(grid, longest, unit):
                 index += 1
         return index
 
     def _bind(self, index: int) -> Run:
-        row, of_row = self.rows[index], self._of_row  # type: ignore[attr-defined]
-        # threads may both bind: the first result serves
-        bound = of_row.get(row) or of_row.setdefault(
-            row, self.operator.bind(row, self.spec, self.target)
-        )
-        self._runs[index] = bound  # type: ignore[attr-defined]
-        return cast(Run, bound)
+        row = self.rows[index]
+        bound = self._of_row.get(row)
+        if bound is None:
+            made: Any = self.operator.bind(row, self.spec, self.target)
+            bound = self._of_row.setdefault(row, made)  # of two threads the first's serves
+        self._runs[index] = bound
+        return bound
 
     def bind_all(self) -> tuple[Run, ...]:
         """Every function that a call may choose: at model load."""
         ours = (n for n, row in enumerate(self.rows) if row.name != UPSTREAM)
-        return tuple(self._runs[n] or self._bind(n) for n in ours)  # type: ignore[attr-defined]
+        return tuple(self._runs[n] or self._bind(n) for n in ours)
 
-    def only(self, *rows: KernelPath) -> Selection[Spec, Run]:
+    def only(self, *rows: Row) -> Selection[Spec, Run]:
         """These rows alone, whatever they require: a forced choice. None is bound twice."""
         forced = replace(self, rows=rows, explained=())
-        object.__setattr__(forced, "_of_row", self._of_row)  # type: ignore[attr-defined]
+        object.__setattr__(forced, "_of_row", self._of_row)
         return forced
 
     def for_spec(self, spec: Spec) -> Selection[Spec, Run]:
         """The same rows for another layer, made once."""
-        of_spec: dict[Spec, Selection[Spec, Run]] = self._of_spec  # type: ignore[attr-defined]
+        of_spec = self._of_spec
         return of_spec.get(spec) or of_spec.setdefault(spec, replace(self, spec=spec))
 
     @property
@@ -134,7 +139,7 @@ class Selection(Generic[Spec, Run]):
         for the most where all larger grids are in the range."""
         found: list[tuple[int, int | None]] = []
         first = 1
-        bounds = zip(self.rows, [*self._bounds, None], strict=True)  # type: ignore[attr-defined]
+        bounds = zip(self.rows, [*self._bounds, None], strict=True)
         for is_upstream, rows in itertools.groupby(bounds, lambda row: row[0].name == UPSTREAM):
             *_, (_, last) = rows
             if not is_upstream:
@@ -149,17 +154,15 @@ def choose(
     """Choose as `select` does, from a table that was read before."""
     operator = table.schema.operator(name)
     requires = operator.requires(spec)
-    rows = explain(table, name, requires, upstream=upstream)
-    served = tuple(row.path for row in rows if row.refusal is None)
+    verdicts = explain(table, name, requires, upstream=upstream)
+    served = tuple(verdict.row for verdict in verdicts if verdict.refusal is None)
     if not served:
-        why = "; ".join(dict.fromkeys(f"{row.path.name} {row.refusal}" for row in rows))
+        why = "; ".join(dict.fromkeys(f"{v.row.name} {v.refusal}" for v in verdicts))
         raise LookupError(f"no {name} path in {table.source} can serve this model: {why}")
-    return Selection(operator, target, spec, served, rows, upstream)
+    return Selection(operator, target, spec, served, verdicts, upstream)
 
 
-def forced(
-    schema: TableSchema, target: Target, spec: Spec, *rows: KernelPath
-) -> Selection[Spec, Any]:
+def forced(schema: TableSchema, target: Target, spec: Spec, *rows: Row) -> Selection[Spec, Any]:
     """These rows of one operator alone, whatever they require."""
     operator = schema.operator(rows[0].operator)
     return Selection(operator, target, spec, rows)

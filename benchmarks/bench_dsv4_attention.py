@@ -39,7 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.operator import forced
-from backend_core.tables.select import load_table, shipped_directory
+from backend_core.tables.load import load_table, shipped_directory
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.records import write_record

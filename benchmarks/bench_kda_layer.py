@@ -34,13 +34,8 @@ from backend_core.testing.records import write_record
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
 from benchmarks.kda_paths import only
 from kda_backend import layer, reference
-from kda_backend.contract.values import (
-    ConvInputs,
-    GateSpec,
-    NormInputs,
-    PrefillCall,
-    StateRef,
-)
+from kda_backend.contract.calls import PrefillCall
+from kda_backend.contract.values import ConvInputs, GateSpec, NormInputs, StateRef
 from kda_backend.layer_stages import gated_norm, short_conv
 from kda_backend.prefill.paths import path_of
 from kda_backend.scratch import Scratch

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.records import write_record

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from backend_core.testing.records import write_record
 from benchmarks import serve_vllm
-from benchmarks.engines import decode_vllm, serve_profile, serve_work
+from benchmarks.engines import decode_vllm, serve_profile, serve_sides, serve_work
 from benchmarks.engines.serve_work import SideFile, call_name, row, say
 
 CALLS = ((1, 2048), (1, 8192), (8, 1024))
@@ -48,10 +48,10 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(
 
 
 def main() -> int:
-    parser, two, one = serve_work.commands(__doc__)
+    parser, two, one = serve_sides.commands(__doc__)
     two.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     one.add_argument("--model", choices=CONFIGS, required=True)
-    return serve_work.started(parser, pair, run)
+    return serve_sides.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:
@@ -62,13 +62,13 @@ def pair(args: argparse.Namespace) -> int:
     def side(model: str, name: str, seconds: float) -> None:
         label, options = f"{model}_{name}", ["--model", model, *sides[name]]
         until = time.time() + seconds
-        data = serve_work.run_side("benchmarks.bounded_gate_vllm", label, options, args.out, until)
+        data = serve_sides.run_side("benchmarks.bounded_gate_vllm", label, options, args.out, until)
         if data is not None:
             found[model, name] = data
         if data is None or data["failed"]:
             failed.append(label)
 
-    serve_work.beside(
+    serve_sides.beside(
         functools.partial(side, model, name, PARTS_S["small"])
         for model in SMALL
         if model in args.models
@@ -100,7 +100,7 @@ def joined(found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
         own = {name: found[model, name] for name in ("upstream", "flag") if (model, name) in found}
         if not own:
             continue
-        both = serve_work.join(own)
+        both = serve_sides.join(own)
         result["rows"] += [{"model": model, **r} for r in both["rows"]]
         kept: dict[str, Any] = {
             name: both[name] for name in ("agreement", "agreement_long") if name in both
@@ -124,7 +124,7 @@ def show(result: dict[str, Any]) -> None:
         print(f"== {model}")
         for name, side in data["sides"].items():
             print(f"{name}: {side['layers']}, {side.get('long_tokens_summary')}")
-        serve_work.show({**data, "rows": [r for r in result["rows"] if r["model"] == model]})
+        serve_sides.show({**data, "rows": [r for r in result["rows"] if r["model"] == model]})
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from backend_core.testing.records import write_record
-from benchmarks.engines import serve_work
+from benchmarks.engines import serve_sides, serve_work
 
 SLOTS = {"vllm": "blocks", "sglang": "max_mamba_cache_size"}
 FLAG = {"vllm": ["--attention-backend", "KDA"], "sglang": ["--flag"]}
 STATES = ("float32", "float16", "bfloat16")
 OF_DRAFTS = ("upstream:float32", "states:float32", "flag:float32")
 VARIABLES = {"states": {"KDA_DSV4_DRAFT_RECORDS": "0"}}
-_SIDES = [f"{side}:{state}" for state in STATES for side in serve_work.SIDES]
+_SIDES = [f"{side}:{state}" for state in STATES for side in serve_sides.SIDES]
 # upstream's layers of Kimi-Linear refuse 16 bits in vLLM
 SIDES = {"vllm": [s for s in _SIDES if s in (_SIDES[0], *_SIDES[1::2])], "sglang": _SIDES}
 
@@ -53,7 +53,7 @@ def main() -> int:
     args = parser.parse_args()
     if not (args.config / "config.json").is_file():
         parser.error(f"expected a folder with a config.json, got {args.config}")
-    until = time.time() + args.limit - serve_work.GRACE_S
+    until = time.time() + args.limit - serve_sides.GRACE_S
     found: dict[str, dict[str, Any]] = {}
     sides = args.sides or (OF_DRAFTS if args.drafts else SIDES[args.engine])
 
@@ -70,7 +70,7 @@ def main() -> int:
             options += ["--full-attention", "triton"]
         module = f"benchmarks.serve_{args.engine}"
         variables = {"CUDA_VISIBLE_DEVICES": str(gpu), **VARIABLES.get(who, {})}
-        data = serve_work.run_side(module, label, options, args.out, until, variables)
+        data = serve_sides.run_side(module, label, options, args.out, until, variables)
         log = args.out.with_name(f"{args.out.stem}_{label}.log").read_text(errors="replace")
         found[side] = {"failed": {"process": "no file"}} if data is None else {**data, "log": log}
         done = {s: found[s] for s in sides if s in found}
@@ -78,7 +78,7 @@ def main() -> int:
 
     for first in range(0, len(sides), args.gpus):
         wave = sides[first : first + args.gpus]
-        serve_work.beside(functools.partial(run, gpu, side) for gpu, side in enumerate(wave))
+        serve_sides.beside(functools.partial(run, gpu, side) for gpu, side in enumerate(wave))
     turns.unlink(missing_ok=True)
     result = document(args.engine, {s: found[s] for s in sides}, args.drafts)
     for row in result["rows"]:

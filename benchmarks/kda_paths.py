@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import detect_target
 from kda_backend.launch_params import TABLES
 from kda_backend.selection import KdaSelection, KdaShape, select

@@ -45,7 +45,7 @@ from typing import Any
 
 from backend_cli.eval import recall_task as recall
 from benchmarks.engines.sglang_server import FLAGS, SglangServer
-from benchmarks.engines.vllm_server import RECALL, versions
+from benchmarks.engines.vllm_server import RECALL, is_row, versions
 from benchmarks.recall_vllm import Request, Variant, add_arguments, mla_of, rounds_of, serve_all
 
 SERVED = "KDA layers on"  # of the line that this package writes at model load
@@ -202,7 +202,7 @@ def measure(
         "rounds": rows,
         "mla": mla_of(said),
         "most_tokens_per_verification": accepted,
-        "log": said,
+        "log": [line for line in said if not is_row(line)],
     }
 
 

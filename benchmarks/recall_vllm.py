@@ -48,7 +48,7 @@ from threading import Lock
 from typing import Any
 
 from backend_cli.eval import recall_task as recall
-from backend_core.tables.select import shipped_directory
+from backend_core.tables.load import shipped_directory
 from backend_core.testing.records import write_record
 from benchmarks.engines.vllm_server import (
     RECALL,
@@ -320,7 +320,7 @@ def write_short_segments(folder: Path) -> None:
     own.parent.mkdir()
     text = (shipped_directory() / own.relative_to(folder)).read_text()
     for key, value in (("min_longest", 256), ("segment_chunks", 2)):
-        text, found = re.subn(rf"^{key} = \d+$", f"{key} = {value}", text, flags=re.M)
+        text, found = re.subn(rf"^{key} = \d+\b.*$", f"{key} = {value}", text, flags=re.M)
         if found != 1:
             raise ValueError(f"{own.name} must have one row with {key}, got {found}")
     own.write_text(text)

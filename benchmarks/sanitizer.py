@@ -62,13 +62,11 @@ def todo() -> list[tuple[Probe, tuple[bool, int] | None]]:
     of_path: dict[tuple[str, str, str], list[Probe]] = {}
     for probe in probes(detect_target(), interpreted=False):
         if probe.run is not None:
-            of_path.setdefault((probe.family, probe.path.operator, probe.path.name), []).append(
-                probe
-            )
+            of_path.setdefault((probe.family, probe.row.operator, probe.row.name), []).append(probe)
     for (_, _, name), all_of in of_path.items():
         rows: dict[str, list[Probe]] = {}
         for probe in all_of:
-            rows.setdefault(f"{probe.grids} {probe.path.params}", []).append(probe)
+            rows.setdefault(f"{probe.grids} {probe.row.params}", []).append(probe)
         for number, of_row in enumerate(rows.values()):
             if name == "two_stage_sm90":
                 schedules = [(split, ctas) for split in (False, True) for ctas in (2, 4)]
@@ -88,7 +86,7 @@ def run_calls(numbers: list[int], images: Path) -> None:
     for number in numbers:
         probe, schedule = calls[number]
         assert probe.run is not None
-        if probe.path.name == "two_stage_sm90":
+        if probe.row.name == "two_stage_sm90":
             _force(schedule)
         launched.clear()
         try:
@@ -97,7 +95,7 @@ def run_calls(numbers: list[int], images: Path) -> None:
             wrong = None if error <= allowed else f"error {error:.2e}, allowed {allowed:.1e}"
         except Exception as exception:  # reported with the rest
             wrong = " ".join(f"{type(exception).__name__}: {exception}".split())[:500]
-        name = f"{probe.family} {probe.path.operator} {probe.path.name} {probe.case}"
+        name = f"{probe.family} {probe.row.operator} {probe.row.name} {probe.case}"
         said.append({"call": name, "family": probe.family, "kernels": sorted(launched)})
         said[-1]["wrong"] = wrong
     print("LAUNCHED " + json.dumps(said), flush=True)

@@ -29,17 +29,17 @@ from pathlib import Path
 from statistics import median_high as median
 from typing import Any
 
-from benchmarks.engines import serve_agreement, serve_profile, serve_work
-from benchmarks.engines.serve_work import BUDGET, SideFile, call_name, decode_name, row, say
-from benchmarks.engines.vllm_server import plant
-from benchmarks.serve_vllm import (
+from benchmarks.engines import serve_agreement, serve_profile, serve_sides, serve_work
+from benchmarks.engines.serve_model import (
     draw_weights,
     environment,
     model_directory,
-    say_paths_of_layers,
     text_config,
     versions,
 )
+from benchmarks.engines.serve_work import BUDGET, SideFile, call_name, decode_name, row, say
+from benchmarks.engines.vllm_server import plant
+from benchmarks.serve_vllm import say_paths_of_layers
 from kda_backend.engines import prefill_graphs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -62,8 +62,8 @@ TOWERS = {
 
 
 def main() -> int:
-    variants = (NO_GRAPHS, serve_work.DETERMINISTIC, serve_work.UPSTREAM_GRAPHS)
-    parser, two, one = serve_work.commands(__doc__, PARTS, variants, vllm=False)
+    variants = (NO_GRAPHS, serve_work.DETERMINISTIC, serve_sides.UPSTREAM_GRAPHS)
+    parser, two, one = serve_sides.commands(__doc__, PARTS, variants, vllm=False)
     two.add_argument("--budget", type=float, default=585.0, help="seconds, of the whole command")
     one.add_argument("--flag", action="store_true")
     for command in (two, one):
@@ -73,15 +73,15 @@ def main() -> int:
             default="triton",
             help="of MLA, on all sides",
         )
-    return serve_work.started(parser, pair, run)
+    return serve_sides.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:
-    limit = args.budget - serve_work.GRACE_S
+    limit = args.budget - serve_sides.GRACE_S
     if limit < 120:
         raise SystemExit(f"--budget must be at least 165 s for two loads, got {args.budget:g}")
-    sides = serve_work.sides_of(args, ["--flag"], ["--full-attention", args.full_attention])
-    return serve_work.pair(
+    sides = serve_sides.sides_of(args, ["--flag"], ["--full-attention", args.full_attention])
+    return serve_sides.pair(
         *("benchmarks.serve_sglang", sides, args.out, limit, SERVED),
         is_beside=args.beside,
         spread_ranks=args.ranks if args.spread else 0,
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     asked.take(args)
     with tempfile.TemporaryDirectory() as place:
         plant(Path(place), "sglang.srt.plugins", "benchmarks.serve_sglang:draw_at_load")
-        if args.variant == serve_work.UPSTREAM_GRAPHS:
+        if args.variant == serve_sides.UPSTREAM_GRAPHS:
             # captured, upstream's kernel takes logits for step sizes: its layers break the graph
             os.environ["SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND"] = "1"
         say("importing sglang")
@@ -155,7 +155,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         arguments["speculative_ngram_max_bfs_breadth"] = 1
     if args.variant == NO_GRAPHS:
         arguments["disable_prefill_cuda_graph"] = True
-    if args.variant == serve_work.UPSTREAM_GRAPHS:
+    if args.variant == serve_sides.UPSTREAM_GRAPHS:
         text = text_config(args)
         most = prefill_graphs.most_tokens(text["hidden_size"], args.ranks, BUDGET)
         if text.get("q_lora_rank") is not None:

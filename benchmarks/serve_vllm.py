@@ -40,17 +40,21 @@ import argparse
 import cProfile
 import functools
 import importlib.util
-import json
-import math
 import os
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
+from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_sides, serve_work
+from benchmarks.engines.serve_model import (
+    draw_weights,
+    environment,
+    model_directory,
+    text_config,
+    versions,
+)
 from benchmarks.engines.serve_work import BUDGET, SideFile, call_name, decode_name, row, say
 from benchmarks.engines.vllm_server import plant
 from kda_backend.engines import prefill_graphs
@@ -73,17 +77,17 @@ BESIDE = {"kv_cache_memory_bytes": 8 * 2**30, "gpu_memory_utilization": 0.2}
 
 
 def main() -> int:
-    variants = (serve_work.DETERMINISTIC, serve_work.UPSTREAM_GRAPHS)
-    parser, two, _ = serve_work.commands(__doc__, PARTS, variants)
+    variants = (serve_work.DETERMINISTIC, serve_sides.UPSTREAM_GRAPHS)
+    parser, two, _ = serve_sides.commands(__doc__, PARTS, variants)
     two.add_argument("--limit", type=float, default=540.0, help="for all sides, seconds")
-    return serve_work.started(parser, pair, run)
+    return serve_sides.started(parser, pair, run)
 
 
 def pair(args: argparse.Namespace) -> int:
-    sides = serve_work.sides_of(args, ["--attention-backend", args.flag], [])
+    sides = serve_sides.sides_of(args, ["--attention-backend", args.flag], [])
     module = "benchmarks.serve_vllm"
     spread = args.ranks if args.spread else 0
-    return serve_work.pair(
+    return serve_sides.pair(
         module, sides, args.out, args.limit, is_beside=args.beside, spread_ranks=spread
     )
 
@@ -99,7 +103,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
         drafts = {"method": "ngram", "num_speculative_tokens": args.drafts, **lookup}
         options["speculative_config"] = drafts
-    if args.variant == serve_work.UPSTREAM_GRAPHS:
+    if args.variant == serve_sides.UPSTREAM_GRAPHS:
         hidden_size = text_config(args)["hidden_size"]
         most = prefill_graphs.most_tokens(hidden_size, args.ranks, BUDGET)
         larger = [size for size in prefill_graphs.sizes(most) if size > CAPTURED[-1]]
@@ -357,7 +361,7 @@ def say_paths_of_layers() -> None:
 def head_of(llm: Any) -> dict[str, Any]:
     """The head of a side's file."""
     layers = llm.apply_model(layer_classes)[0]
-    return {"head": versions(), "engine": engine_of(llm), "layers": layers}
+    return {"head": versions("vllm"), "engine": engine_of(llm), "layers": layers}
 
 
 def register_loader(then: Callable[[Any], None] = lambda model: None) -> None:
@@ -370,69 +374,6 @@ def register_loader(then: Callable[[Any], None] = lambda model: None) -> None:
         def load_weights(self, model: Any, model_config: Any) -> None:
             draw_weights(model)
             then(model)
-
-
-def draw_weights(model: Any) -> None:
-    """Weights at the scale of an initialised model: with vLLM's dummies every logit is about 0.
-
-    Each parameter's values depend on its name alone, so that two runs have the same; those of the
-    vocabulary, of which each rank has other rows, on the rank too: equal rows would tie.
-    """
-    import torch
-
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    for name, parameter in model.named_parameters():
-        generator = torch.Generator(device=parameter.device)
-        of_rank = rank if "lm_head" in name or "embed_tokens" in name else 0
-        generator.manual_seed(zlib.crc32(name.encode()) + of_rank)
-        x = parameter.data
-        if name.endswith("A_log"):
-            x.uniform_(1.0, 16.0, generator=generator).log_()
-        elif name.endswith("dt_bias"):
-            step = torch.empty_like(x).uniform_(math.log(1e-3), math.log(1e-1), generator=generator)
-            step.exp_()
-            x.copy_(step + torch.log(-torch.expm1(-step)))
-        elif "norm" in name:
-            x.fill_(1.0)
-        elif "conv1d" in name:
-            x.uniform_(-0.5, 0.5, generator=generator)
-        elif "bias" in name:
-            x.zero_()
-        elif x.is_floating_point():
-            x.normal_(0.0, 0.02, generator=generator)
-
-
-def text_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The configuration's part about the language model."""
-    config = json.loads((args.config / "config.json").read_text())
-    found: dict[str, Any] = config.get("text_config", config)
-    return found
-
-
-def model_directory(args: argparse.Namespace) -> str:
-    """The configuration with its first layers alone, and with as many heads of each attention layer
-    and experts as are asked for, as a model to load. Without experts all layers are dense."""
-    config = json.loads((args.config / "config.json").read_text())
-    text = config.get("text_config", config)
-    text["num_hidden_layers"] = args.layers
-    linear = text.get("linear_attn_config")
-    if linear:
-        kinds = ("full_attn_layers", "kda_layers")
-        first = min(layer for kind in kinds for layer in linear[kind])  # some count from 0
-        for kind in kinds:
-            linear[kind] = [layer for layer in linear[kind] if layer - first < args.layers]
-    if args.heads:
-        text["num_attention_heads"] = text["num_key_value_heads"] = args.heads
-        if linear:
-            linear["num_heads"] = args.heads
-    if args.experts:
-        key = "n_routed_experts" if "n_routed_experts" in text else "num_experts"
-        text[key] = args.experts
-    elif args.experts == 0:
-        text["first_k_dense_replace"] = args.layers
-    model = Path(tempfile.mkdtemp())
-    (model / "config.json").write_text(json.dumps(config))
-    return str(model)
 
 
 def layer_classes(model: Any) -> dict[str, int]:
@@ -514,36 +455,6 @@ class Compilation:
             construct(self, source, name, *args, **kwargs)
 
         cuda.CudaKernel.__init__ = constructed  # type: ignore[method-assign]
-
-
-def versions(engine: str = "vllm") -> dict[str, str]:
-    """GPU, versions and date, of a result's head."""
-    import importlib
-
-    import torch
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "engine": f"{engine} {importlib.import_module(engine).__version__}",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def environment(args: argparse.Namespace, attention_backend: str | None) -> dict[str, Any]:
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = [line.split(": ")[1] for line in info if line.startswith("model name")]
-    return {
-        "cpu": cpu[0] if cpu else None,
-        "cores": os.cpu_count(),
-        "attention_backend": attention_backend,
-        "config": args.config.name,
-        **{
-            name: getattr(args, name) for name in ("layers", "heads", "experts", "ranks", "variant")
-        },
-    }
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from backend_core.operator import Selection, forced
+from backend_core.tables.load import load_table, shipped_directory
 from backend_core.tables.schema import UpstreamParams
-from backend_core.tables.select import load_table, shipped_directory
 from backend_core.target import detect_target
 from backend_core.testing.records import write_record
 from backend_core.testing.timing import environment, graph_time_ms

@@ -28,7 +28,6 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kda_backend.launch_params import PrefillCostModel
 from kda_backend.prefill.sm_schedule import (
     CostModel,
     IntraCost,
@@ -96,7 +95,7 @@ def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     intra = tuple(IntraCost(ctas, 1, 1) for ctas in INTRA_CTAS)
     every = CostModel(ours.num_sms, intra, (SCANS[0],), 1)
     times = []
-    with mock.patch.object(CostModel, "from_table", return_value=every):
+    with mock.patch.object(pipeline, "CostModel", return_value=every):
         for schedule in schedules_of:
             _forget()
             with mock.patch.object(pipeline, "choose_schedule", return_value=schedule) as choose:
@@ -141,6 +140,19 @@ def mean_regret(ratios: list[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1
 
 
+def model_of(constants: dict[str, int], num_sms: int) -> CostModel:
+    """The cost model with these constants, by the names of `BOUNDS`."""
+    intra = tuple(
+        IntraCost(n, constants[f"intra_{n}_tile_ns"], constants[f"intra_{n}_alone_ns"])
+        for n in (2, 4)
+    )
+    scan = tuple(
+        ScanCost(split, constants[f"{name}_start_ns"], constants[f"{name}_step_ns"])
+        for split, name in ((False, "scan"), (True, "split"))
+    )
+    return CostModel(num_sms, intra, scan, constants["fetch_ns"])
+
+
 def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[float, dict[str, int]]:
     """A random walk between the bounds; (regret, the constants).
 
@@ -150,8 +162,7 @@ def fit(rows: list[Timed], num_sms: int, seconds: float, seed: int) -> tuple[flo
     best = {name: (low + high) // 2 for name, (low, high) in BOUNDS.items()}
 
     def regret(constants: dict[str, int]) -> float:
-        section = PrefillCostModel(fitted=True, fit_source="", **constants)
-        found = regrets(CostModel.from_table(section, num_sms), rows)
+        found = regrets(model_of(constants, num_sms), rows)
         return mean_regret(found) + 0.1 * (max(found) - 1)
 
     def near(name: str, value: int, step: float) -> int:
@@ -186,7 +197,7 @@ def main() -> None:
         with concurrent.futures.ProcessPoolExecutor() as pool:
             found = pool.map(walk, range(os.cpu_count() or 1))
             least, constants = min(found, key=lambda x: x[0])
-        print("\n".join(f"{name} = {value}" for name, value in constants.items()))
+        print(model_of(constants, rows[0]["num_sms"]))
         print(f"# regret {100 * least:.2f} %")
         return
     if args.output is None:

@@ -12,7 +12,7 @@ from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, Tune
 from block_sparse_backend.launch_params import TABLES
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
 
 
@@ -26,23 +26,21 @@ def describe_model(target: Target, config: ModelConfig, ranks: int, engine: str)
     raise LookupError(model_refusal(config))
 
 
-def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
+def check_cases(row: Row) -> Mapping[str, CheckCase]:
     """The calls that a path must get right, by name."""
     from block_sparse_backend.testing import checks
 
-    return checks.check_cases(path)
+    return checks.check_cases(row)
 
 
-def tune_space(path: KernelPath) -> TuneSpace:
+def tune_space(row: Row) -> TuneSpace:
     """Nothing: ``tune`` tries none of a path's launch parameters."""
     return {}
 
 
-def measure(
-    path: KernelPath, target: Target, name: str, grid: int, heads: int
-) -> Callable[[], object]:
+def measure(row: Row, target: Target, name: str, grid: int, heads: int) -> Callable[[], object]:
     """Raises ValueError: ``tune`` tries nothing here."""
-    raise ValueError(f"tune measures nothing of {path.operator}, got {name!r}")
+    raise ValueError(f"tune measures nothing of {row.operator}, got {name!r}")
 
 
 FAMILY = Family(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from backend_core.operator import Selection, forced, select
-from backend_core.tables.schema import KernelPath, NoParams
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
+from backend_core.tables.schema import NoParams, Row
 from backend_core.target import Target, detect_target
 from block_sparse_backend.launch_params import TABLES
 from block_sparse_backend.spec import BlockSparseSpec, QuantisedSpec, SageMode
@@ -48,7 +48,7 @@ def _selection(name: str, target: Target, spec: Any, path: str | None) -> Select
     if not rows and path not in ("torch", "triton"):
         raise ValueError(f"path {path} needs Hopper, got {target.name}")
     if not rows:
-        rows = [KernelPath(path, name, None, needs, NoParams(), False, "as called")]
+        rows = [Row(path, name, None, needs, NoParams(), False, "as called")]
     row = min(rows, key=lambda row: len(needs - row.features))
     if missing := needs - row.features:
         raise ValueError(f"path {path} lacks {', '.join(sorted(missing))}, which this call needs")

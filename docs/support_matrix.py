@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_cli.serve import SERVERS
 from backend_core.engines import ENGINES
 from backend_core.family import PACKAGES, Family
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathTable, load_table
+from backend_core.tables.load import PathTable, load_table
+from backend_core.tables.schema import Row
 from backend_core.target import KNOWN_TARGETS, Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,7 +171,7 @@ def _paths() -> list[str]:
     return [*lines, "", "On a CPU every operator has the path `torch`."]
 
 
-def _releases(rows: list[KernelPath]) -> list[str]:
+def _releases(rows: list[Row]) -> list[str]:
     """The releases of Triton with which rows were measured, as their result files say."""
     files = {ROOT / row.provenance.rpartition(", ")[2] for row in rows if row.measured}
     return sorted({json.loads(file.read_text(encoding="utf-8"))["triton"] for file in files})

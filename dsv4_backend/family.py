@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
+from backend_core.tables.load import PathTable, Verdict, explain, load_table, serving
 from backend_core.tables.schema import UPSTREAM
-from backend_core.tables.select import PathRow, PathTable, explain, load_table, serving
 from dsv4_backend.launch_params import TABLES
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
 
 _C4 = {"num_warps": (1, 2, 4, 8), "block_w": (4, 8)}
@@ -73,7 +73,7 @@ _STATES = {"vllm": "paged", "sglang": "ring"}
 """The layout of a compressor's states in each engine."""
 
 
-def _rows(table: PathTable, operator: str, engine: str) -> list[PathRow]:
+def _rows(table: PathTable, operator: str, engine: str) -> list[Verdict]:
     """The rows that serve an engine; sglang has a kernel of its own to which rows leave calls."""
     declared = [row for row in table.rows if row.operator == operator]
     kernels = [row.params.kernel for row in declared if row.name == UPSTREAM]
@@ -82,38 +82,36 @@ def _rows(table: PathTable, operator: str, engine: str) -> list[PathRow]:
     return serving(explain(table, operator, frozenset(needs), upstream=upstream))
 
 
-def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
+def check_cases(row: Row) -> Mapping[str, CheckCase]:
     """The calls that a path of any operator must get right, by name.
 
     None for the torch path, which is what the kernels are compared with.
     """
     from dsv4_backend.testing import check_cases as cases
 
-    return cases.check_cases(path)
+    return cases.check_cases(row)
 
 
-def tune_space(path: KernelPath) -> TuneSpace:
+def tune_space(row: Row) -> TuneSpace:
     """The values that ``tune`` tries of a path's launch parameters: of those that the path has.
 
     A prefill path for rings alone is left out: it runs the same kernels as the path for pages.
     """
-    if path.operator.endswith("_prefill") and "paged" not in path.features:
+    if row.operator.endswith("_prefill") and "paged" not in row.features:
         return {}
     found = {
         name: values
-        for name, values in _TUNE.get(path.operator, {}).items()
-        if name in path.params_dict()
+        for name, values in _TUNE.get(row.operator, {}).items()
+        if name in row.params_dict()
     }
-    return {path.operator: found} if found else {}
+    return {row.operator: found} if found else {}
 
 
-def measure(
-    path: KernelPath, target: Target, name: str, grid: int, heads: int
-) -> Callable[[], object]:
+def measure(row: Row, target: Target, name: str, grid: int, heads: int) -> Callable[[], object]:
     """``grid`` requests that decode, each at the end of a window, or windows of one prompt."""
     from dsv4_backend.testing import steps
 
-    return steps.measure(path, target, grid)
+    return steps.measure(row, target, grid)
 
 
 FAMILY = Family(

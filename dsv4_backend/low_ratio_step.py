@@ -300,11 +300,11 @@ class LowRatioStepSpec:
 
 
 def low_ratio_selection(
-    target: Target, spec: LowRatioSpec, state_block: int = RING_ROWS
+    target: Target, spec: LowRatioSpec
 ) -> Selection[LowRatioStepSpec, CompressorPath]:
     """The operator's paths for a kind of compressor, by tokens and the longest chunk.
 
     Raises:
         LookupError: there is no table for the target.
     """
-    return select(TABLES, OPERATOR, target, LowRatioStepSpec(spec, state_block))
+    return select(TABLES, OPERATOR, target, LowRatioStepSpec(spec, RING_ROWS))

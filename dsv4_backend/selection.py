@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from backend_core.operator import Selection, select
-from backend_core.tables.schema import UPSTREAM, KernelPath
+from backend_core.tables.schema import UPSTREAM, Row
 from backend_core.target import Target
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.spec import CompressorSpec, StepSpec
@@ -51,7 +51,7 @@ def in_words(
     return f"DeepSeek-V4's compressors of {kind}", paths
 
 
-def _name(row: KernelPath) -> str:
+def _name(row: Row) -> str:
     return f"upstream's {row.params.kernel}" if row.name == UPSTREAM else row.name
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
-from backend_core.tables.select import serving
+from backend_core.tables.load import serving
 from kda_backend.launch_params import TABLES
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
 
 _TUNE: Mapping[tuple[str, str], TuneSpace] = {
@@ -116,29 +116,27 @@ def _heads(config: ModelConfig) -> tuple[int, int, bool]:
     return heads, dim, bound is not None
 
 
-def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
+def check_cases(row: Row) -> Mapping[str, CheckCase]:
     """The calls that a path of any operator must get right, by name."""
     from kda_backend.testing import checks
 
-    return checks.check_cases(path)
+    return checks.check_cases(row)
 
 
-def tune_space(path: KernelPath) -> TuneSpace:
+def tune_space(row: Row) -> TuneSpace:
     """The values of a path's launch parameters that ``tune`` tries.
 
-    The cost model of the Hopper prefill is fitted to a sweep (``benchmarks/sweep_kda_prefill.py``),
-    not searched.
+    What the Hopper prefill chooses its schedule by is fitted to a sweep
+    (``benchmarks/sweep_kda_prefill.py``), not searched.
     """
-    return _TUNE.get((path.operator, path.name), {})
+    return _TUNE.get((row.operator, row.name), {})
 
 
-def measure(
-    path: KernelPath, target: Target, name: str, grid: int, heads: int
-) -> Callable[[], object]:
+def measure(row: Row, target: Target, name: str, grid: int, heads: int) -> Callable[[], object]:
     """A call of ``grid / heads`` sequences, or of one sequence of so many chunks of 64 tokens."""
     from kda_backend.testing.measures import MEASURES
 
-    return MEASURES[name](path, target, grid, heads)
+    return MEASURES[name](row, target, grid, heads)
 
 
 FAMILY = Family(

@@ -132,60 +132,34 @@ class FusedRecordsSm90Params:
 
 
 @dataclass(frozen=True)
-class PrefillCostModel:
-    """Times from which the Hopper prefill chooses how its two stages share the SMs, in ns.
-
-    The numbers are fitted so that the choice is best on a sweep, not measured one by one.
+class TwoStageSm90Params:
+    """Prefill on Hopper in two stages, whose schedule is chosen by `sm_schedule.CostModel`.
 
     Attributes:
-        fitted: always true; says so in the table.
-        fit_source: the sweep.
-        intra_2_tile_ns, intra_4_tile_ns: time per tile of an SM with so many intra CTAs.
-        intra_2_alone_ns, intra_4_alone_ns: of the last tiles, when CTAs have none left.
-        scan_start_ns, scan_step_ns: of a scan task and per chunk.
-        split_start_ns, split_step_ns: the same of the scan whose output is split over four CTAs.
-        fetch_ns: per tile, when all SMs fetch.
         fused_conv_tiles: a step of at least so many tiles makes a layer's short convolution of q
             and k where the tiles are (`kda_backend.prefill.conv_sm90`), not by a launch of its own;
             0: no step does.
     """
 
-    fitted: bool
-    fit_source: str
-    intra_2_tile_ns: int
-    intra_2_alone_ns: int
-    intra_4_tile_ns: int
-    intra_4_alone_ns: int
-    scan_start_ns: int
-    scan_step_ns: int
-    split_start_ns: int
-    split_step_ns: int
-    fetch_ns: int
-    fused_conv_tiles: int = 0
+    fused_conv_tiles: int
 
     def __post_init__(self) -> None:
-        if not self.fitted:
-            raise ValueError("fitted must be true: the constants are not measured one by one")
-        for name, value in vars(self).items():
-            if name.endswith("_ns") and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.fused_conv_tiles < 0:
             raise ValueError(f"fused_conv_tiles must not be negative, got {self.fused_conv_tiles}")
 
 
 @dataclass(frozen=True)
-class SegmentedParams:
+class SegmentedParams(TwoStageSm90Params):
     """Prefill on Hopper that scans segments of long sequences at the same time.
 
     Attributes:
         segment_chunks: chunks of a segment.
-        cost_model: the table's section.
     """
 
     segment_chunks: int
-    cost_model: PrefillCostModel
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.segment_chunks < 1:
             raise ValueError(f"segment_chunks must be at least 1, got {self.segment_chunks}")
 
@@ -225,9 +199,7 @@ FEATURES = {
 """By operator and path what `KdaShape.requires` may ask for, and the path has."""
 
 
-def _operator(
-    name: str, grid: str, paths: dict[str, type[Any] | str], unit_tokens: int = 1
-) -> Operator:
+def _operator(name: str, grid: str, paths: dict[str, type[Any]], unit_tokens: int = 1) -> Operator:
     requires, folder = methodcaller("requires", name), f"kda_backend.{name}"
     return Operator(name, grid, paths, folder, requires, unit_tokens, FEATURES[name])
 
@@ -241,7 +213,7 @@ TABLES = TableSchema(
             {
                 "one_launch_sm90": NoParams,
                 "segmented_sm90": SegmentedParams,
-                "two_stage_sm90": "cost_model",
+                "two_stage_sm90": TwoStageSm90Params,
                 "two_stage": TwoStageParams,
                 "torch": NoParams,
             },
@@ -264,5 +236,4 @@ TABLES = TableSchema(
             },
         ),
     ),
-    sections={"cost_model": PrefillCostModel},
 )

@@ -15,6 +15,7 @@ import torch
 
 from backend_core.contracts import expect_stride
 from backend_core.ready import Prepared
+from kda_backend.contract.calls import PrefillCall, PreparedPrefill
 from kda_backend.contract.sequences import check_sequences, check_step_plan
 from kda_backend.contract.tensors import check_slots
 from kda_backend.contract.values import (
@@ -22,8 +23,6 @@ from kda_backend.contract.values import (
     DraftInputs,
     GateSpec,
     NormInputs,
-    PrefillCall,
-    PreparedPrefill,
     StateRef,
     TokenInputs,
 )

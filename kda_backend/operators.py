@@ -12,6 +12,13 @@ from typing import NamedTuple
 import torch
 
 from backend_core.launch.streams import is_elsewhere, run_there
+from kda_backend.contract.calls import (
+    CommitCall,
+    DecodeCall,
+    PrefillCall,
+    RecurrentCall,
+    VerifyCall,
+)
 from kda_backend.contract.records import check_commit
 from kda_backend.contract.sequences import (
     check_packed_row,
@@ -28,18 +35,13 @@ from kda_backend.contract.step import (
 )
 from kda_backend.contract.tensors import check_rows, check_slots, refuse_gradients
 from kda_backend.contract.values import (
-    CommitCall,
     ConvInputs,
-    DecodeCall,
     DraftInputs,
     GateSpec,
     NormInputs,
-    PrefillCall,
     Records,
-    RecurrentCall,
     StateRef,
     TokenInputs,
-    VerifyCall,
 )
 from kda_backend.prefill.paths import path_of
 from kda_backend.scratch import Scratch, scratch_of_call

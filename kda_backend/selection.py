@@ -15,14 +15,14 @@ import torch
 
 from backend_core.contracts import interprets
 from backend_core.operator import Selection, choose
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import PathTable, load_table
+from backend_core.tables.load import PathTable, load_table
+from backend_core.tables.schema import Row
 from backend_core.target import Target, detect_target
 from kda_backend.launch_params import ORDERS, TABLES
 from kda_backend.spec import tile_width
 
 if TYPE_CHECKING:
-    from kda_backend.contract.values import RecordsPath, StepPath
+    from kda_backend.contract.calls import RecordsPath, StepPath
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,16 @@ class KdaSelection:
             for path in dict.fromkeys(operator.rows):
                 yield self.with_path(path)
 
-    def with_path(self, path: KernelPath) -> KdaSelection:
-        """This selection with ``path`` alone for its operator, for every grid. Behind a row that
+    def with_path(self, row: Row) -> KdaSelection:
+        """This selection with ``row`` alone for its operator, for every grid. Behind a row that
         serves some calls only, its last row serves the others."""
-        chosen: AnyPaths = getattr(self, path.operator)
-        rows = (path, chosen.rows[-1]) if path.is_limited else (path,)
-        forced: dict[str, Any] = {path.operator: chosen.only(*rows)}
+        chosen: AnyPaths = getattr(self, row.operator)
+        rows = (row, chosen.rows[-1]) if row.is_limited else (row,)
+        forced: dict[str, Any] = {row.operator: chosen.only(*rows)}
         return replace(self, **forced)
 
     def explain(self) -> list[str]:
-        """One line for each row of the table: bucket, path, parameters, provenance or refusal."""
+        """One line for each row of the table: grids, path, parameters, provenance or refusal."""
         return [str(row) for operator in self.operators for row in operator.explained]
 
 
@@ -191,7 +191,7 @@ def _of_one_order(table: PathTable, chosen: Mapping[str, Any]) -> PathTable:
     return replace(table, rows=tuple(rows))
 
 
-def _order(row: KernelPath) -> tuple[Any, ...]:
+def _order(row: Row) -> tuple[Any, ...]:
     """Equal for paths with the same order of operations on a token."""
     name = ORDERS.get(row.name)
     return (row.name, row.params) if name is None else (name,)

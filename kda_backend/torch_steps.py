@@ -10,17 +10,8 @@ import torch.nn.functional as F
 
 from backend_core.autocast import without_autocast
 from kda_backend import reference
-from kda_backend.contract.values import (
-    ConvInputs,
-    DecodeCall,
-    DraftInputs,
-    GateSpec,
-    InTorch,
-    NormInputs,
-    RecurrentCall,
-    TokenInputs,
-    VerifyCall,
-)
+from kda_backend.contract.calls import DecodeCall, InTorch, RecurrentCall, VerifyCall
+from kda_backend.contract.values import ConvInputs, DraftInputs, GateSpec, NormInputs, TokenInputs
 from kda_backend.prefill.torch import (
     activated,
     as_stored,
@@ -32,12 +23,12 @@ from kda_backend.prefill.torch import (
 )
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Any:
+def bind(row: Row, spec: KdaShape, target: Target) -> Any:
     """The path of the row's operator, which takes that operator's call."""
     if spec.batch_invariant:
         apart = functools.partial(recurrent, token_by_token=True)

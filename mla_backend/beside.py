@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from backend_core.operator import Selection, select
-from backend_core.tables.schema import UPSTREAM, KernelPath
+from backend_core.tables.schema import UPSTREAM, Row
 from backend_core.target import Target
 from mla_backend.launch_params import TABLES
 
@@ -83,7 +83,7 @@ def result_file(selection: Selection[Any, Any]) -> str:
     return newest.provenance.rpartition(", ")[2]
 
 
-def _compared(selection: Selection[Any, Any]) -> list[KernelPath]:
+def _compared(selection: Selection[Any, Any]) -> list[Row]:
     """The table's rows that leave calls to the engine's kernel, of layers of any kind."""
-    rows = (row.path for row in selection.explained if row.path.name == UPSTREAM)
+    rows = (verdict.row for verdict in selection.explained if verdict.row.name == UPSTREAM)
     return [row for row in rows if row.params.kernel == selection.upstream]

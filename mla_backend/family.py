@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
-from backend_core.tables.select import serving
+from backend_core.tables.load import serving
 from mla_backend.launch_params import TABLES
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
 
 
@@ -88,39 +88,33 @@ def _heads(config: ModelConfig, ranks: int) -> int:
     return heads // ranks
 
 
-def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
+def check_cases(row: Row) -> Mapping[str, CheckCase]:
     """The calls that a path must get right, by name."""
     from mla_backend.testing import checks, sparse_mla_checks
 
-    if path.operator == "mla_decode":
-        return checks.check_cases(path)
-    return sparse_mla_checks.check_cases(path)
+    if row.operator == "mla_decode":
+        return checks.check_cases(row)
+    return sparse_mla_checks.check_cases(row)
 
 
-def tune_space(path: KernelPath) -> TuneSpace:
+def tune_space(row: Row) -> TuneSpace:
     """Values that ``tune`` tries of a path's launch parameters."""
-    if path.operator != "mla_decode":
+    if (row.operator, row.name) != ("mla_decode", "triton"):
         return {}
-    if path.name == "triton":
-        return {
-            "decode_8k": {
-                "block_kv": (16, 32, 64),
-                "num_warps": (4, 8),
-                "num_stages": (1, 2, 3),
-            }
+    return {
+        "decode_8k": {
+            "block_kv": (16, 32, 64),
+            "num_warps": (4, 8),
+            "num_stages": (1, 2, 3),
         }
-    if path.name == "sm90":
-        return {"decode_8k": {"overhead": (1, 2, 3, 5), "min_blocks": (1, 2, 4)}}
-    return {}
+    }
 
 
-def measure(
-    path: KernelPath, target: Target, name: str, grid: int, heads: int
-) -> Callable[[], object]:
+def measure(row: Row, target: Target, name: str, grid: int, heads: int) -> Callable[[], object]:
     """An MLA decode step of ``grid`` requests of 8,192 tokens."""
     from mla_backend.testing import checks
 
-    return checks.decode_call(path, target, grid, heads)
+    return checks.decode_call(row, target, grid, heads)
 
 
 FAMILY = Family(

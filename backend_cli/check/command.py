@@ -21,7 +21,7 @@ from backend_cli.terminal import Bar
 from backend_cli.worker import Workers, ask_all
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def check(
@@ -68,10 +68,10 @@ def check(
 def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[str, Any]:
     """The document of ``check --json``. Within one ``schema`` number keys are added, never changed.
 
-    - ``script``: this file; ``schema``: 2 (1 had ``phase`` in place of ``operator``); ``date``;
+    - ``script``: this file; ``schema``: 3 (2 had every selection of ``info``); ``date``;
       ``seconds`` of the whole run;
-    - ``info``: what ``info --json`` prints for the target, with shipped tables named without their
-      folder;
+    - ``info``: what ``info --json`` prints for the target, without the operators of its families,
+      and with shipped tables named without their folder;
     - ``interpreted``: whether the kernels ran in Triton's interpreter;
     - ``checked``, ``failures``: how many calls were made, and how many were not right;
     - ``results``: for each call ``family``, ``operator``, ``path``, ``grids``, ``params``,
@@ -88,10 +88,10 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
     results: list[dict[str, Any]] = [
         {
             "family": probe.family,
-            "operator": probe.path.operator,
-            "path": probe.path.name,
+            "operator": probe.row.operator,
+            "path": probe.row.name,
             "grids": probe.grids,
-            "params": probe.path.params_dict(),
+            "params": probe.row.params_dict(),
             "case": probe.case,
             "status": "skipped",
             "error": None,
@@ -132,6 +132,7 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
 def _info(target: Target) -> dict[str, Any]:
     report = build_report([target], frozenset())
     for family in report["targets"][0]["families"]:
+        del family["operators"]
         if family["table"] is not None:
             family["table"] = shown_table(family["table"])
     return report

@@ -9,7 +9,9 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from backend_cli.errors import BadInputError
 from backend_cli.eval.endpoint import Endpoint, Server, ask_all
@@ -18,6 +20,15 @@ from backend_cli.terminal import Bar, visible
 from backend_core.bounded import RESULT_BYTES, parse_json, read_text
 
 FORMAT = "kda-dsv4 answers 1"
+
+Model = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The served model; needed if there are several.")
+]
+Timeout = Annotated[float, typer.Option(min=1.0, max=86_400.0, help="Most seconds for one answer.")]
+Flags = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="The server's flags, to be noted in the record.")
+]
+"""Options of the commands that ask a server."""
 
 
 class KeptAnswers:

@@ -18,7 +18,7 @@ import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as recall
-from backend_cli.eval.answers import KeptAnswers
+from backend_cli.eval.answers import Flags, KeptAnswers, Model, Timeout
 from backend_cli.eval.endpoint import Endpoint
 from backend_cli.eval.record import (
     QUESTION_CHARS,
@@ -41,10 +41,7 @@ def gsm8k(
     base_url: Annotated[
         str, typer.Option(metavar="URL", help="The server, such as http://localhost:8000.")
     ],
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The served model; needed if there are several."),
-    ] = None,
+    model: Model = None,
     num_questions: Annotated[
         int | None, typer.Option(min=1, help="Ask only the first N questions of the test set.")
     ] = None,
@@ -63,13 +60,8 @@ def gsm8k(
     concurrency: Annotated[
         int, typer.Option(min=2, help="Questions that are asked at the same time.")
     ] = 32,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, max=86_400.0, help="Most seconds for one answer.")
-    ] = 600.0,
-    flags: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="The server's flags, to be noted in the record."),
-    ] = None,
+    timeout: Timeout = 600.0,
+    flags: Flags = None,
 ) -> None:
     """Measure GSM8K accuracy with five examples and compare it with published values."""
     if importlib.util.find_spec("lm_eval") is None:

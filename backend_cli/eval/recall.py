@@ -11,7 +11,7 @@ import typer
 
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.eval import recall_task as task
-from backend_cli.eval.answers import KeptAnswers
+from backend_cli.eval.answers import Flags, KeptAnswers, Model, Timeout
 from backend_cli.eval.endpoint import Endpoint, Server
 from backend_cli.eval.record import (
     QUESTION_CHARS,
@@ -35,10 +35,7 @@ def recall(
         str | None,
         typer.Option(metavar="URL", help="A server; by default transformers runs on this machine."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The served model; needed if there are several."),
-    ] = None,
+    model: Model = None,
     num_questions: Annotated[
         int | None, typer.Option(min=1, help="Ask only the first N questions.")
     ] = None,
@@ -62,13 +59,8 @@ def recall(
     concurrency: Annotated[
         int, typer.Option(min=1, help="Questions that are asked at the same time.")
     ] = 16,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, max=86_400.0, help="Most seconds for one answer.")
-    ] = 600.0,
-    flags: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="The server's flags, to be noted in the record."),
-    ] = None,
+    timeout: Timeout = 600.0,
+    flags: Flags = None,
 ) -> None:
     """Ask the recall checkpoint for answers in its context, which right kernels find."""
     if base_url is not None and (upstream or checkpoint is not None):

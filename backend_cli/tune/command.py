@@ -23,10 +23,9 @@ from backend_cli.terminal import plain_console
 from backend_cli.tune.search import Ask, render, search, sweeps
 from backend_cli.worker import WorkerDiedError, Workers
 from backend_core import __version__
-from backend_core.bounded import TABLE_BYTES, parse_toml, read_text
 from backend_core.family import Family
-from backend_core.tables.schema import parse_table
-from backend_core.tables.select import PathTable, load_table, shipped_directory, user_directory
+from backend_core.tables.load import PathTable, load_table, shipped_directory, user_directory
+from backend_core.tables.schema import parse_table, read_document
 from backend_core.target import Target, detect_target
 
 SCHEMA = 2
@@ -74,7 +73,7 @@ def _tune_family(
     family: Family, table: PathTable, target: Target, heads: int, folder: Path, timeout: float
 ) -> None:
     source = table.source
-    document = parse_toml(read_text(source, TABLE_BYTES))
+    document = read_document(source)
     todo = list(sweeps(family, table))
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     file = folder / family.name / source.name

@@ -14,7 +14,7 @@ from typing import Any
 
 from backend_cli.terminal import Bar
 from backend_core.family import Family
-from backend_core.tables.select import PathTable
+from backend_core.tables.load import PathTable
 
 GAIN = 0.02
 """A value replaces another where it saves this share of the time: less is noise."""
@@ -131,9 +131,6 @@ def render(document: dict[str, Any], comment: str) -> str:
     """A table as TOML, readable by ``backend_core.tables.schema``."""
     lines = [f"# {comment}"]
     lines += _pairs({name: x for name, x in document.items() if isinstance(x, str)})
-    for name, section in document.items():
-        if isinstance(section, dict):
-            lines += ["", f"[{name}]", *_pairs(section)]
     for row in document["path"]:
         plain = {key: value for key, value in row.items() if key != "params"}
         lines += ["", "[[path]]", *_pairs(plain)]

@@ -12,8 +12,8 @@ import torch
 
 from backend_cli.worker import serve_answers
 from backend_core.family import Family, families
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
+from backend_core.tables.schema import Row
 from backend_core.target import Target, detect_target
 from backend_core.testing.timing import graph_time_ms
 
@@ -41,10 +41,10 @@ def answer(line: str) -> dict[str, Any]:
         return {"ms": None, "message": f"{type(error).__name__}: {error}"[:300]}
 
 
-def _check(family: Family, path: KernelPath, target: Target, count: int | None) -> None:
+def _check(family: Family, row: Row, target: Target, count: int | None) -> None:
     """Raises ValueError where one of the row's first ``count`` calls is wrong; all for ``None``."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name, case in list(family.check_cases(path).items())[:count]:
+    for name, case in list(family.check_cases(row).items())[:count]:
         error, allowed = case(target, device)
         if not error <= allowed:
             raise ValueError(f"{name}: error {error:.1e}, allowed {allowed:.1e}")

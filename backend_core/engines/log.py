@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from backend_core.tables.select import unmeasured
+from backend_core.tables.load import unmeasured
 from backend_core.target import Target
 
 PREFIX = "kda-dsv4-backend"

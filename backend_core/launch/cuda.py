@@ -74,17 +74,16 @@ class CudaLaunch:
         grid: int,
         block: int,
         params: CudaParams,
-        strides: Mapping[str, tuple[int, ...]] | None = None,
         *,
         pdl: bool = False,
         **fields: float,
     ) -> None:
         """Args:
         grid, block, pdl: as `CudaKernel` takes them.
-        strides, fields: as `CudaParams.at` takes them.
+        fields: as `CudaParams.at` takes them.
         """
         self._launch = functools.partial(kernel, grid, block, pdl=pdl)
-        self._fill = params.at(strides or {}, **fields)
+        self._fill = params.at({}, **fields)
         self._take = operator.attrgetter(*params.addresses)
 
     def __call__(self, addresses: NamedTuple) -> None:

@@ -46,11 +46,9 @@ class Operator:
     Attributes:
         name: as in the rows' ``operator``, for instance ``"prefill"``.
         grid: in words, what one unit of a row's ``max_grid`` counts.
-        paths: for each path name, the frozen dataclass of its launch parameters, or the name of the
-            section that holds them once for the whole file. The dataclass's fields are ``int``,
-            ``bool``, ``str`` or ``Literal``; a field with a default may be left out of a row; a
-            field with the name of a section is that section; its ``__post_init__`` may refuse
-            values with a ``ValueError``.
+        paths: for each path name, the frozen dataclass of its launch parameters. Its fields are
+            ``int``, ``bool``, ``str`` or ``Literal``; a field with a default may be left out of a
+            row; its ``__post_init__`` may refuse values with a ``ValueError``.
         folder: the package that has a module for each path, by the path's name.
         features: for each path name what the path can do, in one string; a row may take away.
         requires: the features that a row must have to serve a layer.
@@ -59,13 +57,13 @@ class Operator:
 
     name: str
     grid: str
-    paths: Mapping[str, type[Any] | str] = field(hash=False)
+    paths: Mapping[str, type[Any]] = field(hash=False)
     folder: str = ""
     requires: Callable[[Any], frozenset[str]] = field(default=lambda spec: frozenset(), hash=False)
     unit_tokens: int = 1
     features: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def bind(self, row: KernelPath, spec: object, target: Target) -> Callable[..., Any]:
+    def bind(self, row: Row, spec: object, target: Target) -> Callable[..., Any]:
         """The function that runs calls of such layers on a path; compiles what it needs.
 
         Raises:
@@ -88,13 +86,10 @@ class TableSchema:
     Attributes:
         family: the family's name, which is also the folder of its tables.
         operators: every operator, each of which every table has rows for.
-        sections: further top-level tables, each at most once per file, that paths take their
-            parameters from: the frozen dataclass that each is parsed into.
     """
 
     family: str
     operators: tuple[Operator, ...]
-    sections: Mapping[str, type[Any]] = field(default_factory=dict, hash=False)
 
     @property
     def operator_names(self) -> tuple[str, ...]:
@@ -133,8 +128,8 @@ LIMITS = ("max_longest", "min_longest", "max_width")
 
 
 @dataclass(frozen=True)
-class KernelPath:
-    """A named way to run one operator, with its launch parameters.
+class Row:
+    """A row of a path table: a path of one operator, with its launch parameters.
 
     Attributes:
         max_grid: the largest grid that the row is meant for; ``None`` is no limit.
@@ -195,9 +190,8 @@ class KernelPath:
         return self.name not in (TORCH, UPSTREAM)
 
     def params_dict(self) -> dict[str, int | bool | str]:
-        """The launch parameters by name, for reports; without sections that paths share."""
-        params = dataclasses.asdict(self.params)
-        return {name: value for name, value in params.items() if not isinstance(value, dict)}
+        """The launch parameters by name, for reports."""
+        return dataclasses.asdict(self.params)
 
 
 def limits_in_words(max_longest: int | None, min_longest: int | None, max_width: int | None) -> str:
@@ -212,7 +206,7 @@ def limits_in_words(max_longest: int | None, min_longest: int | None, max_width:
     return "".join(words)
 
 
-def parse_table(file: Path, schema: TableSchema) -> tuple[KernelPath, ...]:
+def parse_table(file: Path, schema: TableSchema) -> tuple[Row, ...]:
     """The rows of a table of the family, in order.
 
     Raises:
@@ -220,13 +214,8 @@ def parse_table(file: Path, schema: TableSchema) -> tuple[KernelPath, ...]:
             wrong type, was written for another release, or an operator's rows do not cover every
             grid in ascending order. The message is one sentence with file and row.
     """
-    try:
-        document = parse_toml(read_text(file, TABLE_BYTES))
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: not valid TOML: {error}") from None
-    if unknown := document.keys() - {*_OF_TABLE, "release", "path"} - schema.sections.keys():
+    document = read_document(file)
+    if unknown := document.keys() - {*_OF_TABLE, "release", "path"}:
         raise ValueError(f"{file}: unknown key {_names(unknown)}")
     if (release := document.get("release", __version__)) != __version__:
         raise ValueError(
@@ -234,17 +223,9 @@ def parse_table(file: Path, schema: TableSchema) -> tuple[KernelPath, ...]:
             " again, or remove it"
         )
     default: dict[str, Any] = {key: document[key] for key in _OF_TABLE if key in document}
-    entries = document.get("path", [])
-    if not isinstance(entries, list):
-        raise ValueError(f"{file}: path must be an array of tables ([[path]])")
-    sections = {
-        name: _parse_params(f"{file}: {name}", kind, document[name])
-        for name, kind in schema.sections.items()
-        if name in document
-    }
     rows = tuple(
-        _parse_row(f"{file}: path {number}", entry, schema, sections, default)
-        for number, entry in enumerate(entries, start=1)
+        _parse_row(f"{file}: path {number}", entry, schema, default)
+        for number, entry in enumerate(document["path"], start=1)
     )
     for name in schema.operator_names:
         _check_cover(
@@ -253,13 +234,57 @@ def parse_table(file: Path, schema: TableSchema) -> tuple[KernelPath, ...]:
     return rows
 
 
-def _parse_row(
-    where: str,
-    given: object,
-    schema: TableSchema,
-    sections: Mapping[str, Any],
-    default: dict[str, Any],
-) -> KernelPath:
+def read_document(file: Path) -> dict[str, Any]:
+    """A table as TOML has it, with all of its rows.
+
+    A table with ``like = "nvidia_sm80"`` has the keys and rows of that table of its folder, none of
+    which may be measured. Its own ``[[path]]`` entries change keys and launch parameters of the row
+    with their operator and name.
+
+    Raises:
+        ValueError: it cannot be read, is not TOML, or is not so related to another.
+    """
+    document = _read(file)
+    if "like" not in document:
+        return document
+    like = document.pop("like")
+    if not isinstance(like, str) or not like.isidentifier():
+        raise ValueError(f"{file}: like must name another table of the folder, got {like!r}")
+    base = _read(file.with_name(f"{like}.toml"))
+    rows = [row for row in base["path"] if isinstance(row, dict)]
+    if "like" in base or any("date" in row for row in rows):
+        raise ValueError(
+            f"{file}: like must name a table with rows of its own that were not measured, got"
+            f" {like!r}"
+        )
+    for number, entry in enumerate(document["path"], start=1):
+        where = f"{file}: path {number}"
+        if not isinstance(entry, dict) or not isinstance(entry.get("params", {}), dict):
+            raise ValueError(f"{where}: it and its params must be tables, got {entry!r}")
+        key = entry.get("operator"), entry.get("name")
+        found = [row for row in rows if (row.get("operator"), row.get("name")) == key]
+        if len(found) != 1:
+            raise ValueError(
+                f"{where}: {like}.toml must have one row of its operator and name, has {len(found)}"
+            )
+        (row,) = found
+        row |= {**entry, "params": {**row.get("params", {}), **entry.get("params", {})}}
+    return {**base, **document, "path": base["path"]}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        document = parse_toml(read_text(file, TABLE_BYTES))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid TOML: {error}") from None
+    if not isinstance(document.setdefault("path", []), list):
+        raise ValueError(f"{file}: path must be an array of tables ([[path]])")
+    return document
+
+
+def _parse_row(where: str, given: object, schema: TableSchema, default: dict[str, Any]) -> Row:
     if not isinstance(given, dict):
         raise ValueError(f"{where}: must be a table, got {given!r}")
     entry = default | given
@@ -284,12 +309,12 @@ def _parse_row(
     for limit in ("max_grid", *LIMITS):
         if entry.get(limit, 1) < 1:
             raise ValueError(f"{where}: {limit} must be at least 1, got {entry[limit]}")
-    return KernelPath(
+    return Row(
         name=entry["name"],
         operator=entry["operator"],
         max_grid=entry.get("max_grid"),
         features=_features(where, entry, operator),
-        params=_row_params(where, entry, kind, sections),
+        params=_parse_params(f"{where}: params", kind, entry.get("params", {})),
         measured="date" in entry,
         provenance=_provenance(where, entry, given),
         **{limit: entry.get(limit) for limit in LIMITS},
@@ -316,38 +341,20 @@ def _features(where: str, entry: Mapping[str, Any], operator: Operator) -> froze
     return frozenset(given)
 
 
-def _row_params(
-    where: str, entry: Mapping[str, Any], kind: type[Any] | str, sections: Mapping[str, Any]
-) -> Any:
-    if not isinstance(kind, str):
-        shared = {f.name: sections[f.name] for f in dataclasses.fields(kind) if f.name in sections}
-        return _parse_params(f"{where}: params", kind, entry.get("params", {}), shared)
-    if "params" in entry:
-        raise ValueError(f"{where}: {entry['name']} takes its parameters from [{kind}], not params")
-    if kind not in sections:
-        raise ValueError(f"{where}: {entry['name']} needs the table [{kind}]")
-    return sections[kind]
-
-
-def _parse_params(
-    where: str, kind: type[Any], values: object, shared: Mapping[str, Any] | None = None
-) -> Any:
+def _parse_params(where: str, kind: type[Any], values: object) -> Any:
     """An instance of the frozen dataclass ``kind`` from a TOML table.
-
-    ``shared``: fields that are sections of the file, which the table must not have.
 
     Raises:
         ValueError: an unknown, missing or wrongly typed key, or a value that ``kind`` refuses.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{where}: must be a table, got {values!r}")
-    shared = shared or {}
-    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name not in shared}
+    hints = typing.get_type_hints(kind)
     if unknown := values.keys() - hints.keys():
         known = ", ".join(hints) or "none"
         raise ValueError(f"{where}: unknown key {_names(unknown)}; {kind.__name__} has {known}")
     required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
-    if missing := required - values.keys() - shared.keys():
+    if missing := required - values.keys():
         raise ValueError(f"{where}: missing key {_names(missing)}")
     for key, value in values.items():
         choices = typing.get_args(hints[key])
@@ -358,7 +365,7 @@ def _parse_params(
         elif type(value) is not hints[key]:
             raise ValueError(f"{where}.{key} must be {hints[key].__name__}, got {value!r}")
     try:
-        return kind(**values, **shared)
+        return kind(**values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -371,7 +378,7 @@ def _provenance(where: str, entry: Mapping[str, Any], own: Mapping[str, Any]) ->
     return f"{entry['gpu']}, {entry['date']}, {entry['source']}"
 
 
-def _check_cover(file: Path, operator: str, rows: list[tuple[int, KernelPath]]) -> None:
+def _check_cover(file: Path, operator: str, rows: list[tuple[int, Row]]) -> None:
     last = rows[-1][1] if rows else None
     for limit in ("max_grid", *LIMITS):
         if last is None or getattr(last, limit) is not None:

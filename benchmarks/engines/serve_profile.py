@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.engines.serve_work import say
 
 OURS = ("kda_backend", "mla_backend", "dsv4_backend", "backend_core")
-KERNELS, FUNCTIONS, GAPS, NAME = 12, 20, 4, 200
+KERNELS, FUNCTIONS, GAPS, NAME = 12, 10, 4, 80
 """The most that a result lists of each, the longest first, and characters of a kernel's name."""
 _ROOTS = ("vllm", "sglang", "torch", "triton", *OURS)
 
@@ -103,9 +103,14 @@ def summary(spans: list[Span]) -> dict[str, Any]:
 
 
 def longest(kernels: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
-    """The kernels with the most time, as many as a result lists; name -> (ms, launches)."""
-    top = sorted(kernels.items(), key=lambda item: -item[1][0])[:KERNELS]
-    return {name[:NAME]: times for name, times in top}
+    """The kernels with the most time, as many as a result lists, by the head of their names; name
+    -> (ms, launches)."""
+    by_name: dict[str, list[float]] = {}
+    for name, (ms, launches) in kernels.items():
+        at = by_name.setdefault(name[:NAME], [0.0, 0])
+        at[0] += ms
+        at[1] += launches
+    return dict(sorted(by_name.items(), key=lambda item: -item[1][0])[:KERNELS])
 
 
 def functions_of(profile: cProfile.Profile, calls: int) -> dict[str, Any]:

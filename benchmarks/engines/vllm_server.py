@@ -20,6 +20,8 @@ from backend_cli.eval import recall_task as recall
 RECALL = Path(__file__).parents[1] / "recall"
 # what a result keeps of a server's log: what this package said, and which of its modes vLLM chose
 KEPT = ("kda-dsv4", "BREAKABLE_CUDAGRAPH", "Model Runner V", "model runner", "attention backend")
+_ROW = re.compile(r"kda-dsv4[\w-]*: \w+ (grid \d|\w+: refused, )")
+"""A row of a path table in a log: the tables of the commit have it."""
 COUNTERS = (
     *("vllm:spec_decode_num", "vllm:num_preemptions", "vllm:prefix_cache"),
     *("vllm:request_success", "vllm:num_requests", "vllm:kv_cache_usage_perc"),
@@ -158,14 +160,21 @@ class Server:
         return counters_of(self.get("/metrics"), self.COUNTED)
 
     def said(self) -> list[str]:
-        """The log's lines about this package and the engine's modes, each once."""
+        """The log's lines about this package and the engine's modes, each once and without rows of
+        path tables."""
         lines = self.log.read_text(errors="replace").splitlines()
-        found = [line[:300] for line in lines if any(part in line for part in KEPT)]
+        kept = (line for line in lines if any(part in line for part in KEPT))
+        found = [line[:300] for line in kept if not is_row(line)]
         return list(dict.fromkeys(found))[:40]
 
     def shown(self) -> list[str]:
         """The command from ``serve`` on, paths from the repository's root."""
         return shown(self.command[3:])
+
+
+def is_row(line: str) -> bool:
+    """Whether a line of a log is about a row of a path table, which results leave out."""
+    return _ROW.search(line) is not None
 
 
 def errors_in(log: str) -> str:

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
 from block_sparse_backend.dense16 import BlockSparsePath, of_kernel
@@ -26,7 +26,7 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 AXES = {"out": "bhm.", "lse": "bh."}
 
 
-def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparsePath:
+def bind(row: Row, spec: BlockSparseSpec, target: Target) -> BlockSparsePath:
     d, block_n = spec.dims[0], spec.block_n
     constexprs = {
         "GROUP": spec.group,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backend_core.autocast import without_autocast
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
 from block_sparse_backend.dense16 import BlockSparsePath
@@ -14,7 +14,7 @@ from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.spec import BlockSparseSpec
 
 
-def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparsePath:
+def bind(row: Row, spec: BlockSparseSpec, target: Target) -> BlockSparsePath:
     return lambda x: run
 
 

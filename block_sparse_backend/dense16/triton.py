@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
 from block_sparse_backend.dense16 import BlockSparsePath, of_kernel
@@ -15,7 +15,7 @@ from block_sparse_backend.launches import descriptor, options
 from block_sparse_backend.spec import BlockSparseSpec
 
 
-def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparsePath:
+def bind(row: Row, spec: BlockSparseSpec, target: Target) -> BlockSparsePath:
     launch = attention_kernel(params_for(row, spec), spec).launch
     (d, dv), block_m, block_n = spec.dims, spec.block_m, spec.block_n
     block_d = triton.next_power_of_2(d)
@@ -41,7 +41,7 @@ def bind(row: KernelPath, spec: BlockSparseSpec, target: Target) -> BlockSparseP
     return of_kernel(run)
 
 
-def params_for(row: KernelPath, spec: BlockSparseSpec) -> TritonParams:
+def params_for(row: Row, spec: BlockSparseSpec) -> TritonParams:
     """The row's parameters where it has the plan's tiles, else some that fit the plan's."""
     params, d, blocks = row.params, spec.dims[0], (spec.block_m, spec.block_n)
     if d <= 128 and isinstance(params, TritonParams) and params.blocks == blocks:

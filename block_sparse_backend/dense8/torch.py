@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
 from block_sparse_backend.dense8 import Attend
@@ -15,7 +15,7 @@ from block_sparse_backend.quantise.torch import dequantised
 from block_sparse_backend.spec import QuantisedSpec
 
 
-def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> Attend:
+def bind(row: Row, spec: QuantisedSpec, target: Target) -> Attend:
     return attend
 
 

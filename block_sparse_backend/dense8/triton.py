@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.dense8 import Attend
 from block_sparse_backend.kernels import block_sparse_int8 as kernels
@@ -18,7 +18,7 @@ from block_sparse_backend.quantise import E4M3_MAX, Quantised
 from block_sparse_backend.spec import QuantisedSpec
 
 
-def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> Attend:
+def bind(row: Row, spec: QuantisedSpec, target: Target) -> Attend:
     launch = attention_kernel(params_for(row, spec), spec).launch
     d, bm, bn = spec.dim, spec.block_m, spec.block_n
     block_v = (d, bn) if spec.mode.fp8_values else (bn, d)
@@ -54,7 +54,7 @@ def bind(row: KernelPath, spec: QuantisedSpec, target: Target) -> Attend:
     return attend
 
 
-def params_for(row: KernelPath, spec: QuantisedSpec) -> TritonParams:
+def params_for(row: Row, spec: QuantisedSpec) -> TritonParams:
     """The row's parameters where it has the plan's tiles, else some that fit the plan's."""
     params, blocks = row.params, (spec.block_m, spec.block_n)
     if isinstance(params, TritonParams) and params.blocks == blocks:

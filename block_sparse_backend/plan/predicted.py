@@ -94,7 +94,7 @@ def from_map(
     return run.of_map(kept, lengths, sizes, keep_first)
 
 
-def recall(plan: BlockPlan, q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
+def recall(plan: BlockPlan, q: Tensor, k: Tensor) -> Tensor:
     """The share of the attention that a plan keeps, mean over queries: float32 [B, H].
 
     It is exp(LSE over the plan - LSE over all keys that the plan's mask lets a query see), from two
@@ -109,8 +109,8 @@ def recall(plan: BlockPlan, q: Tensor, k: Tensor, *, scale: float | None = None)
     whole = make(
         m, k.shape[2], h, batch=b, block_m=plan.block_m, block_n=plan.block_n, device=q.device
     )
-    kept = block_sparse_attention(q, k, k, plan, scale=scale)[1]
-    total = block_sparse_attention(q, k, k, whole, scale=scale)[1]
+    kept = block_sparse_attention(q, k, k, plan)[1]
+    total = block_sparse_attention(q, k, k, whole)[1]
     sees = total != -torch.inf
     share = torch.where(sees, torch.exp(kept - torch.where(sees, total, 0.0)), 0.0)
     return share.sum(2) / sees.sum(2).clamp(min=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.plan import PackedShape, Pair, PlanPath
 from block_sparse_backend.plan.block_plan import (
@@ -18,7 +18,7 @@ from block_sparse_backend.plan.block_plan import (
 from block_sparse_backend.plan.intervals import interval_rows
 
 
-def bind(row: KernelPath, spec: None, target: Target) -> PlanPath:
+def bind(row: Row, spec: None, target: Target) -> PlanPath:
     return PlanPath(packed, of_map)
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.kernels import plans as kernels
 from block_sparse_backend.launches import prepared
@@ -17,7 +17,7 @@ from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.predict.triton import ordered
 
 
-def bind(row: KernelPath, spec: None, target: Target) -> PlanPath:
+def bind(row: Row, spec: None, target: Target) -> PlanPath:
     return PlanPath(packed, of_map)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backend_core.autocast import without_autocast
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.plan.block_plan import (
     FULL,
@@ -21,7 +21,7 @@ from block_sparse_backend.predict import Pooled, plan_of
 from block_sparse_backend.spec import PredictSpec
 
 
-def bind(row: KernelPath, spec: PredictSpec, target: Target) -> PredictInTorch:
+def bind(row: Row, spec: PredictSpec, target: Target) -> PredictInTorch:
     return PredictInTorch(spec)
 
 

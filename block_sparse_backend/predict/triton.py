@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.kernels import predict as kernels
 from block_sparse_backend.launches import prepared
@@ -29,7 +29,7 @@ POOL_STEP = 16
 """Tokens that a program of ``pool_kernel``, of one warp, holds."""
 
 
-def bind(row: KernelPath, spec: PredictSpec, target: Target) -> PredictInTriton:
+def bind(row: Row, spec: PredictSpec, target: Target) -> PredictInTriton:
     return PredictInTriton(spec)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backend_core.autocast import without_autocast
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.predict import Pooled
@@ -17,7 +17,7 @@ from block_sparse_backend.quantise import E4M3_MAX, TINY, Quantise, Quantised, Q
 from block_sparse_backend.spec import QuantiseSpec
 
 
-def bind(row: KernelPath, spec: QuantiseSpec, target: Target) -> QuantisePath:
+def bind(row: Row, spec: QuantiseSpec, target: Target) -> QuantisePath:
     return functools.partial(_prepare, spec)
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend.kernels import quantise as kernels
 from block_sparse_backend.launches import prepared
@@ -19,7 +19,7 @@ from block_sparse_backend.quantise import E4M3_MAX, Quantise, Quantised, Quantis
 from block_sparse_backend.spec import QuantiseSpec
 
 
-def bind(row: KernelPath, spec: QuantiseSpec, target: Target) -> QuantisePath:
+def bind(row: Row, spec: QuantiseSpec, target: Target) -> QuantisePath:
     return functools.partial(_prepare, spec)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backend_core.operator import forced
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from block_sparse_backend.dense8 import Attend
@@ -92,7 +92,7 @@ def attention_of(x: Quantised, plan: BlockPlan, params: TritonParams) -> Attend:
     heads, group = x.q.shape[1], x.q.shape[1] // x.k.shape[1]
     tile = (plan.block_m, plan.block_n, plan.has_partial, plan.mask)
     spec = QuantisedSpec(x.mode, heads, group, x.q.shape[3], *tile)
-    row = KernelPath("triton", "block_sparse_int8", None, frozenset(), params, False, "as given")
+    row = Row("triton", "block_sparse_int8", None, frozenset(), params, False, "as given")
     attend: Attend = forced(TABLES, detect_target(x.q.device), spec, row).run(1)
     return attend
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import KNOWN_TARGETS
 from docs.performance_parts.page import (
     RESULTS,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from dsv4_backend import reference
 from dsv4_backend.low_ratio_step import LowRatioCall, LowRatioStep, LowRatioStepSpec
 from dsv4_backend.step import TorchPath
 
 
-def bind(row: KernelPath, spec: LowRatioStepSpec, target: Target) -> TorchPath:
+def bind(row: Row, spec: LowRatioStepSpec, target: Target) -> TorchPath:
     return TorchPath(step)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from dsv4_backend.low_ratio_step import LowRatioCall, LowRatioStep, LowRatioStepSpec
 from dsv4_backend.spec import LATENT_DIM
@@ -12,7 +12,7 @@ from dsv4_backend.step import Launches
 from dsv4_backend.variants import low_ratio_variants
 
 
-def bind(row: KernelPath, spec: LowRatioStepSpec, target: Target) -> Launches:
+def bind(row: Row, spec: LowRatioStepSpec, target: Target) -> Launches:
     kernels = low_ratio_variants(row, spec.compressor, spec.state_block)
     params, has_state = row.params, spec.compressor.compress_ratio == 2
 

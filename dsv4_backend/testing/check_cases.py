@@ -16,7 +16,7 @@ import torch
 
 from backend_core.family import CheckCase
 from backend_core.operator import forced
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from dsv4_backend import (
     CompressorLayer,
@@ -68,37 +68,37 @@ BF16_ROWS: tuple[tuple[str, StateLayout, CompressorSpec], ...] = (
 """Main records that both engines keep on request: sglang in its window's pool, vLLM in pages."""
 
 
-def check_cases(path: KernelPath) -> dict[str, CheckCase]:
-    """The calls that ``path`` must get right, by name.
+def check_cases(row: Row) -> dict[str, CheckCase]:
+    """The calls that ``row`` must get right, by name.
 
     Each returns the share of values that differ and `ALLOWED`. None for the torch path, which is
     what the kernels are compared with.
     """
-    if not path.is_kernel:
+    if not row.is_kernel:
         return {}
-    if path.operator == LOW_RATIO:
-        return {name: _allowed(run) for name, run in low_ratio.check_cases(path).items()}
+    if row.operator == LOW_RATIO:
+        return {name: _allowed(run) for name, run in low_ratio.check_cases(row).items()}
     found: dict[str, Callable[[Target, torch.device], float]] = {}
-    layouts: list[StateLayout] = [x for x in ("paged", "ring") if x in path.features]
+    layouts: list[StateLayout] = [x for x in ("paged", "ring") if x in row.features]
     for adversarial in (False, True):
         name = "adversarial" if adversarial else "small"
-        if path.operator.startswith("in_place"):
-            found[name] = functools.partial(_in_place, path, adversarial)
+        if row.operator.startswith("in_place"):
+            found[name] = functools.partial(_in_place, row, adversarial)
         else:
             for layout in layouts or ("paged", "ring"):
-                spec = _spec(path.operator.rpartition("_")[0], layout, adversarial)
+                spec = _spec(row.operator.rpartition("_")[0], layout, adversarial)
                 found[f"{name}, {layout}"] = functools.partial(
-                    _steps, path, layout, spec, adversarial
+                    _steps, row, layout, spec, adversarial
                 )
-    splits = getattr(path.params, "splits", 0)
+    splits = getattr(row.params, "splits", 0)
     if splits == 1:  # `tune` may choose another
         for layout in layouts or ("paged", "ring"):
             spec = _spec("main_c128", layout, False)
-            found[f"split channels, {layout}"] = functools.partial(_split_steps, path, layout, spec)
+            found[f"split channels, {layout}"] = functools.partial(_split_steps, row, layout, spec)
     for title, layout, spec in AMD_LAYOUTS + BF16_ROWS:
-        is_of_path = path.operator in (f"{spec.kind}_decode", f"{spec.kind}_prefill")
+        is_of_path = row.operator in (f"{spec.kind}_decode", f"{spec.kind}_prefill")
         if is_of_path and layout in (layouts or ("paged", "ring")):
-            found[f"{title}, {layout}"] = functools.partial(_steps, path, layout, spec, False)
+            found[f"{title}, {layout}"] = functools.partial(_steps, row, layout, spec, False)
     return {name: _allowed(run) for name, run in found.items()}
 
 
@@ -118,7 +118,7 @@ def _spec(kind: str, layout: StateLayout, adversarial: bool) -> CompressorSpec:
 
 
 def _steps(
-    path: KernelPath,
+    row: Row,
     layout: StateLayout,
     spec: CompressorSpec,
     adversarial: bool,
@@ -128,7 +128,7 @@ def _steps(
     """The worst of a few steps of one engine, which goes on from the definition's result."""
     if layout == "ring" and target.arch == "gfx942":  # sglang stores each GPU's own e4m3
         spec = dataclasses.replace(spec, fp8="fnuz")
-    phase = path.operator.rpartition("_")[2]
+    phase = row.operator.rpartition("_")[2]
     lengths = [130, 257, 128] if spec.compress_ratio == 128 else [6, 21, 4]
     engine, layer = CompressorEngine(layout, spec, lengths, device=CPU), make_layer(spec, 5, CPU)
     histories = [
@@ -137,22 +137,22 @@ def _steps(
     ]
     calls = _decode_calls if phase == "decode" else _prefill_calls
     return max(
-        _compare(path, engine, engine.call(layer, rows), plan, target, device)
+        _compare(row, engine, engine.call(layer, rows), plan, target, device)
         for plan, rows in calls(engine, layer, histories)
     )
 
 
 def _split_steps(
-    path: KernelPath,
+    row: Row,
     layout: StateLayout,
     spec: CompressorSpec,
     target: Target,
     device: torch.device,
 ) -> float:
     """`_steps` with eight programs per request."""
-    warps = 1 if target.vendor == "amd" else path.params.num_warps
-    params = dataclasses.replace(path.params, splits=8, num_warps=warps, max_registers=0)
-    return _steps(dataclasses.replace(path, params=params), layout, spec, False, target, device)
+    warps = 1 if target.vendor == "amd" else row.params.num_warps
+    params = dataclasses.replace(row.params, splits=8, num_warps=warps, max_registers=0)
+    return _steps(dataclasses.replace(row, params=params), layout, spec, False, target, device)
 
 
 def _prefill_calls(
@@ -179,7 +179,7 @@ def _decode_calls(
 
 
 def _compare(
-    path: KernelPath,
+    row: Row,
     engine: CompressorEngine,
     call: CompressorCall,
     step_plan: CompressorStepPlan,
@@ -197,7 +197,7 @@ def _compare(
         *(moved.layer, moved.kv_score, moved.state, moved.cache, moved_plan),
         second_cache=moved.second_cache,
         target=target,
-        selection=forced(TABLES, target, None, path),
+        selection=forced(TABLES, target, None, row),
     )
     before = [cache.clone() for cache in engine.caches]
     step(call, step_plan)
@@ -246,9 +246,9 @@ def to_device(
     )
 
 
-def _in_place(path: KernelPath, adversarial: bool, target: Target, device: torch.device) -> float:
+def _in_place(row: Row, adversarial: bool, target: Target, device: torch.device) -> float:
     """``compress_norm_rope_hadamard_``: the share of elements that differ, by one bf16 ulp."""
-    head_dim, ratio = int(path.operator.removeprefix("in_place_")), 4
+    head_dim, ratio = int(row.operator.removeprefix("in_place_")), 4
     rotate = head_dim == 128
     rng = torch.Generator().manual_seed(head_dim)
     kv = torch.randn(6, head_dim, generator=rng)
@@ -268,7 +268,7 @@ def _in_place(path: KernelPath, adversarial: bool, target: Target, device: torch
         compress_ratio=ratio,
         rotate=rotate,
         target=target,
-        selection=forced(TABLES, target, None, path),
+        selection=forced(TABLES, target, None, row),
     )
     result = got.cpu()
     if not torch.equal(result[[1, 3, 4]], kv[[1, 3, 4]]):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from backend_core.operator import Selection, forced
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from dsv4_backend import (
     LowRatioLayer,
@@ -295,30 +295,30 @@ def serve(
     return worst
 
 
-def check_cases(path: KernelPath) -> dict[str, Callable[[Target, torch.device], float]]:
+def check_cases(row: Row) -> dict[str, Callable[[Target, torch.device], float]]:
     """The calls that a path must get right, by name; see `dsv4_backend.testing.check_cases`."""
     found: dict[str, Callable[[Target, torch.device], float]] = {}
-    steps = CHUNKS if path.max_longest else LONG_CHUNKS
+    steps = CHUNKS if row.max_longest else LONG_CHUNKS
     for ratio in (1, 2):
         for main, index in FORMATS:
             spec = make_spec(ratio, main, index)
-            found[f"ratio {ratio}, {main}, {index}"] = functools.partial(_run, path, spec, steps)
-        spec, of_sglang = make_spec(ratio, *SGLANG), DECODES if path.max_longest else LONG_CHUNKS
+            found[f"ratio {ratio}, {main}, {index}"] = functools.partial(_run, row, spec, steps)
+        spec, of_sglang = make_spec(ratio, *SGLANG), DECODES if row.max_longest else LONG_CHUNKS
         found[f"ratio {ratio}, sglang's"] = functools.partial(
-            _run, path, spec, of_sglang, ring_rows=2
+            _run, row, spec, of_sglang, ring_rows=2
         )
         spec = make_spec(ratio)
-        found[f"ratio {ratio}, adversarial"] = functools.partial(_run, path, spec, steps, True)
+        found[f"ratio {ratio}, adversarial"] = functools.partial(_run, row, spec, steps, True)
     return found
 
 
 def _run(
-    path: KernelPath,
+    row: Row,
     spec: LowRatioSpec,
     steps: Sequence[Sequence[Chunk]],
     *rest: Any,
     ring_rows: int = 8,
 ) -> float:
     *is_adversarial, target, device = rest
-    chosen = forced(TABLES, target, None, path)
+    chosen = forced(TABLES, target, None, row)
     return serve(spec, steps, target, device, chosen, bool(is_adversarial), ring_rows=ring_rows)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from backend_core.operator import Selection, forced
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from dsv4_backend import (
     CompressorLayer,
@@ -215,18 +215,18 @@ def make_low_ratio(
     return TimedLowRatio(call, plan, int(is_end.sum()))
 
 
-def measure(path: KernelPath, target: Target, grid: int) -> Callable[[], None]:
+def measure(row: Row, target: Target, grid: int) -> Callable[[], None]:
     """The call that ``tune`` times: ``grid`` requests that decode, each at the end of a window, or
     one prompt of ``grid`` windows; of a compressor of V4.1 a prompt of ``grid`` tokens."""
-    selection = forced(TABLES, target, None, path)
-    if path.operator == OPERATOR:
+    selection = forced(TABLES, target, None, row)
+    if row.operator == OPERATOR:
         positions = torch.arange(grid, device=default_device())
         requests = torch.zeros_like(positions)
-        if path.max_longest:
+        if row.max_longest:
             positions, requests = torch.full_like(positions, 4095), positions
         step = make_low_ratio(2, positions, requests, "fp8_ds_mla", "indexer_fp8")
         return step.run(target, selection)
-    kind, _, phase = path.operator.rpartition("_")
+    kind, _, phase = row.operator.rpartition("_")
     ratio, device = 128 if kind == "main_c128" else 4, default_device()
     positions = torch.full((grid,), 2 * ratio - 1, device=device)
     requests = torch.arange(grid, device=device)

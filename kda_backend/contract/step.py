@@ -8,6 +8,7 @@ import torch
 
 from backend_core.contracts import expect_shape, expect_stride, once
 from backend_core.ready import Prepared
+from kda_backend.contract.calls import DraftShape
 from kda_backend.contract.records import check_draft_records
 from kda_backend.contract.tensors import (
     FLOATS,
@@ -21,7 +22,6 @@ from kda_backend.contract.tensors import (
 from kda_backend.contract.values import (
     ConvInputs,
     DraftInputs,
-    DraftShape,
     GateSpec,
     NormInputs,
     StateRef,

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kda_backend.contract.values import DecodeCall
+from kda_backend.contract.calls import DecodeCall
 from kda_backend.launch_params import FusedRecordsParams, FusedStepParams, FusedVerifyParams
 from kda_backend.token_spec import TokenSpec, in_one_layout
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import Grid, KernelLaunch
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
@@ -24,7 +24,7 @@ AXES = {
 }
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> TritonStep:
+def bind(row: Row, spec: KdaShape, target: Target) -> TritonStep:
     return TritonStep(row.params, batch_invariant=spec.batch_invariant)
 
 

@@ -10,13 +10,14 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
+from kda_backend.contract.calls import DecodeCall
 from kda_backend.contract.step import is_aligned
-from kda_backend.contract.values import ConvInputs, DecodeCall, StateRef
+from kda_backend.contract.values import ConvInputs, StateRef
 from kda_backend.launch_params import FusedStepSm90Params
 from kda_backend.token_spec import TYPE_CODES
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
@@ -59,7 +60,7 @@ PARAMS = CudaParams(
 )
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> FusedStepSm90:
+def bind(row: Row, spec: KdaShape, target: Target) -> FusedStepSm90:
     return FusedStepSm90(row.params)
 
 

@@ -16,13 +16,8 @@ import torch
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from backend_core.ready import Prepared
-from kda_backend.contract.values import (
-    GateSpec,
-    PrefillCall,
-    PreparedPrefill,
-    StateRef,
-    TokenInputs,
-)
+from kda_backend.contract.calls import PrefillCall, PreparedPrefill
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import StepPlan
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +19,6 @@ from kda_backend.prefill.arguments_sm90 import (
     intra_defines,
 )
 from kda_backend.step_plan import StepPlan
-
-if TYPE_CHECKING:
-    from kda_backend.launch_params import PrefillCostModel
 
 _STRUCTS = {
     # first of their channels in the pool of windows, and their taps [H * 128, 4]
@@ -45,14 +41,12 @@ CONV_PARAMS = CudaParams((*INTRA_FIELDS, *_FIELDS), STRUCTS | _STRUCTS)
 """Parameters of the kernel: those without the convolution, then its own."""
 
 
-def serves(
-    params: PrefillCostModel, conv: ConvInputs, tokens: TokenInputs, step_plan: StepPlan
-) -> bool:
-    """Whether a step's q and k are convolved in the kernel: the table says so for that many tiles,
-    and the types are the kernel's."""
-    least, heads = params.fused_conv_tiles, tokens.v.shape[2]
+def serves(least: int, conv: ConvInputs, tokens: TokenInputs, step_plan: StepPlan) -> bool:
+    """Whether a step's q and k are convolved in the kernel: it has at least so many tiles, and the
+    types are the kernel's."""
+    heads = tokens.v.shape[2]
     return (
-        0 < least <= (step_plan.as_one(heads) or step_plan.num_chunks) * heads
+        least <= (step_plan.as_one(heads) or step_plan.num_chunks) * heads
         and tokens.q.dtype == conv.state.dtype == torch.bfloat16
         and conv.weight.dtype in (torch.bfloat16, torch.float32)
         and conv.weight.data_ptr() % 16 == 0

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from backend_core.target import Target
-from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, PreparedPrefill, StateRef
+from kda_backend.contract.calls import Addresses, PrefillCall, PreparedPrefill
+from kda_backend.contract.values import GateSpec, StateRef
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
     KERNELS,
@@ -35,7 +36,7 @@ from kda_backend.spec import CHUNK
 from kda_backend.token_spec import TYPE_CODES
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from kda_backend.selection import KdaShape
 
 _FIELDS = (
@@ -90,7 +91,7 @@ class Launch(NamedTuple):
     ctas: int
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> OneLaunchSm90:
+def bind(row: Row, spec: KdaShape, target: Target) -> OneLaunchSm90:
     return OneLaunchSm90(target)
 
 

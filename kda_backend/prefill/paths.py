@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from backend_core.launch.cuda import CudaKernel
-    from backend_core.tables.schema import KernelPath
-    from kda_backend.contract.values import ConvInputs, GateSpec, PrefillCall, StateRef, TokenInputs
+    from backend_core.tables.schema import Row
+    from kda_backend.contract.calls import PrefillCall
+    from kda_backend.contract.values import ConvInputs, GateSpec, StateRef, TokenInputs
     from kda_backend.prefill.arguments_sm90 import PrefillVariant
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def path_of(
     selection: KdaSelection, tokens: TokenInputs, step_plan: StepPlan, state: StateRef
-) -> tuple[KernelPath, Callable[[PrefillCall], None]]:
+) -> tuple[Row, Callable[[PrefillCall], None]]:
     """The row for the grid and the lengths of a call with these packed tokens, and its bound path.
 
     Rows that are limited by lengths read states whose channels lie in pairs, as those of all
@@ -36,7 +37,7 @@ def path_of(
 
 def convolves(
     selection: KdaSelection,
-    path: KernelPath,
+    row: Row,
     tokens: TokenInputs,
     gate: GateSpec,
     step_plan: StepPlan,
@@ -53,12 +54,12 @@ def convolves(
         tokens: q and k from before the convolution.
         conv: of all channels.
     """
-    params = getattr(path.params, "cost_model", path.params)
-    if selection.shape.keeps_prefixes or not getattr(params, "fused_conv_tiles", 0):
+    least = getattr(row.params, "fused_conv_tiles", 0)
+    if selection.shape.keeps_prefixes or not least:
         return False
     variant = variant_of(tokens, gate, step_plan, state, None)
     conv_sm90.load_kernels(tokens.q.device, variant, conv.weight.dtype)
-    return conv_sm90.serves(params, conv, tokens, step_plan)
+    return conv_sm90.serves(least, conv, tokens, step_plan)
 
 
 def begin_to_compile(

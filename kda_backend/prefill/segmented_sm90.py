@@ -14,9 +14,9 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
-from kda_backend.contract.values import PrefillCall, PreparedPrefill
+from kda_backend.contract.calls import PrefillCall, PreparedPrefill
 from kda_backend.launch_params import SegmentedParams
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -76,7 +76,7 @@ class Segments(NamedTuple):
     merged: int
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> SegmentedSm90:
+def bind(row: Row, spec: KdaShape, target: Target) -> SegmentedSm90:
     return SegmentedSm90(row.params, target)
 
 
@@ -85,7 +85,7 @@ class SegmentedSm90(HopperPath):
 
     def __init__(self, params: SegmentedParams, target: Target) -> None:
         self._params = params
-        self._whole = TwoStageSm90(params.cost_model, target)
+        self._whole = TwoStageSm90(target)
         self._made: dict[tuple[bool, torch.dtype, Track], SegmentKernels] = {}
 
     def begin_to_compile(self, variant: PrefillVariant) -> list[CudaKernel]:

@@ -5,8 +5,8 @@ sequence and value head, whose chunks follow one another; it can start on a chun
 chunk's tile lies in memory. A scan CTA occupies a whole SM. There are three strategies, and a call
 takes the schedule with the least estimated time.
 
-The estimates come from the table's ``[cost_model]``, whose constants are fitted so that the choice
-is best on a sweep (benchmarks/sweep_kda_prefill.py); they are not times of stages by themselves.
+The estimates come from a `CostModel`, whose constants are fitted so that the choice is best on a
+sweep (benchmarks/sweep_kda_prefill.py); they are not times of stages by themselves.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
-
-from kda_backend.launch_params import PrefillCostModel
 
 
 class IntraCost(NamedTuple):
@@ -57,6 +55,9 @@ class ScanCost(NamedTuple):
 class CostModel(NamedTuple):
     """The basis of the estimates of schedules; times in ns.
 
+    The numbers are fitted to benchmarks/results/kda_prefill_sweep_h200.json, not measured one by
+    one.
+
     Attributes:
         num_sms: SMs of the device.
         intra: the choices of the intra stage.
@@ -65,24 +66,9 @@ class CostModel(NamedTuple):
     """
 
     num_sms: int
-    intra: tuple[IntraCost, ...]
-    scan: tuple[ScanCost, ...]
-    fetch_ns: int
-
-    @classmethod
-    def from_table(cls, section: PrefillCostModel, num_sms: int) -> CostModel:
-        return cls(
-            num_sms,
-            (
-                IntraCost(2, section.intra_2_tile_ns, section.intra_2_alone_ns),
-                IntraCost(4, section.intra_4_tile_ns, section.intra_4_alone_ns),
-            ),
-            (
-                ScanCost(False, section.scan_start_ns, section.scan_step_ns),
-                ScanCost(True, section.split_start_ns, section.split_step_ns),
-            ),
-            section.fetch_ns,
-        )
+    intra: tuple[IntraCost, ...] = (IntraCost(2, 7618, 13523), IntraCost(4, 4927, 17000))
+    scan: tuple[ScanCost, ...] = (ScanCost(False, 7810, 1708), ScanCost(True, 4775, 930))
+    fetch_ns: int = 80
 
 
 class PrefillShape(NamedTuple):

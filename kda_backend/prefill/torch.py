@@ -11,16 +11,17 @@ import torch
 
 from backend_core.autocast import without_autocast
 from kda_backend import reference
-from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
+from kda_backend.contract.calls import PrefillCall
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.spec import CHUNK, Beta, Gate
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
+def bind(row: Row, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
     return functools.partial(prefill, at_once=CHUNK) if spec.batch_invariant else prefill
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.target import detect_target
-from kda_backend.contract.values import PrefillCall
+from kda_backend.contract.calls import PrefillCall
 from kda_backend.launch_params import TwoStageParams
 from kda_backend.spec import CHUNK, tile_width
 from kda_backend.token_spec import TokenSpec, in_one_layout
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
@@ -37,11 +37,11 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
+def bind(row: Row, spec: KdaShape, target: Target) -> Callable[[PrefillCall], None]:
     return functools.partial(two_stage, row, spec.batch_invariant)
 
 
-def two_stage(path: KernelPath, batch_invariant: bool, call: PrefillCall) -> None:
+def two_stage(row: Row, batch_invariant: bool, call: PrefillCall) -> None:
     """One kernel over all chunks at once, then a scan over chunks, split over value rows.
 
     Args:
@@ -56,7 +56,7 @@ def two_stage(path: KernelPath, batch_invariant: bool, call: PrefillCall) -> Non
     key_dim = q.shape[3]
     dtype = operand_dtype(q.dtype)
     kernels = _two_stage_kernels(
-        path,
+        row,
         TokenSpec.of(tokens, gate),
         dtype,
         state.num_snapshots,
@@ -126,7 +126,7 @@ class _TwoStageKernels:
 
 @functools.cache
 def _two_stage_kernels(
-    path: KernelPath,
+    row: Row,
     spec: TokenSpec,
     dtype: torch.dtype,
     num_snapshots: int,
@@ -139,7 +139,7 @@ def _two_stage_kernels(
     from kda_backend.kernels.intra import intra_kernel
     from kda_backend.kernels.scan import scan_kernel
 
-    params: TwoStageParams = path.params
+    params: TwoStageParams = row.params
     precision = "tf32x3" if spec.has_ptx else "ieee"
     pow2_k = tile_width(spec.key_dim)
     pow2_v = max(16, triton.next_power_of_2(spec.value_dim))

@@ -10,8 +10,8 @@ from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
 from backend_core.launch.faults import FaultRecord, record
 from backend_core.target import Target
-from kda_backend.contract.values import Addresses, GateSpec, PrefillCall, PreparedPrefill
-from kda_backend.launch_params import PrefillCostModel
+from kda_backend.contract.calls import Addresses, PrefillCall, PreparedPrefill
+from kda_backend.contract.values import GateSpec
 from kda_backend.prefill import conv_sm90
 from kda_backend.prefill.arguments_sm90 import (
     DIM,
@@ -35,7 +35,7 @@ from kda_backend.scratch import Scratch
 from kda_backend.token_spec import TYPE_CODES
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from kda_backend.selection import KdaShape
 
 _INTRA_THREADS, _SCAN_THREADS = 128, 384
@@ -81,8 +81,8 @@ class Scan(NamedTuple):
     launch: Callable[[bytes, Scratch], None]
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> TwoStageSm90:
-    return TwoStageSm90(row.params, target)
+def bind(row: Row, spec: KdaShape, target: Target) -> TwoStageSm90:
+    return TwoStageSm90(target)
 
 
 class TwoStageSm90(HopperPath):
@@ -93,8 +93,8 @@ class TwoStageSm90(HopperPath):
     stage has counted.
     """
 
-    def __init__(self, params: PrefillCostModel, target: Target) -> None:
-        self.cost_model = CostModel.from_table(params, target.num_sms)
+    def __init__(self, target: Target) -> None:
+        self.cost_model = CostModel(target.num_sms)
         self._made: dict[PrefillVariant, StageKernels] = {}
 
     def begin_to_compile(self, variant: PrefillVariant) -> list[CudaKernel]:

@@ -6,23 +6,23 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kda_backend.contract.values import RecurrentCall
+from kda_backend.contract.calls import RecurrentCall
 from kda_backend.launch_params import RecurrentParams
 from kda_backend.token_spec import TokenSpec
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> Callable[[RecurrentCall], None]:
+def bind(row: Row, spec: KdaShape, target: Target) -> Callable[[RecurrentCall], None]:
     return functools.partial(recurrent, row)
 
 
 def recurrent(
-    path: KernelPath,
+    row: Row,
     call: RecurrentCall,
 ) -> None:
     """One launch: each program walks the tokens of one sequence for ``block_v`` value rows."""
@@ -32,7 +32,7 @@ def recurrent(
     value_heads = v.shape[2]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     spec = TokenSpec.of(tokens, gate)
-    kernel, value_blocks = _recurrent_kernel(path, spec, state.v_first)
+    kernel, value_blocks = _recurrent_kernel(row, spec, state.v_first)
     kernel.launch(
         (value_blocks * value_heads * sequences, 1, 1),
         q_ptr=q,
@@ -57,7 +57,7 @@ def recurrent(
 
 @functools.cache
 def _recurrent_kernel(
-    path: KernelPath,
+    row: Row,
     spec: TokenSpec,
     v_first: bool,
 ) -> tuple[KernelLaunch, int]:
@@ -67,7 +67,7 @@ def _recurrent_kernel(
     from backend_core.launch.triton import KernelLaunch
     from kda_backend.kernels.recurrent import recurrent_kernel
 
-    params: RecurrentParams = path.params
+    params: RecurrentParams = row.params
     block_v = min(params.block_v, triton.next_power_of_2(spec.value_dim))
     constexprs = spec.constexprs()
     constexprs |= {"BLOCK_K": triton.next_power_of_2(spec.key_dim), "BLOCK_V": block_v}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from backend_core.family import CheckCase
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from backend_core.testing.numerics import as_bytes, relative_error
 from kda_backend import kda_decode_step, kda_prefill, kda_recurrent, kda_verify_step, layer
@@ -36,79 +36,79 @@ _ROWS = 5
 _PADDED, _COLD = 4, 2  # of the rows of an adversarial call
 
 
-def check_cases(path: KernelPath) -> dict[str, CheckCase]:
-    """The calls that ``path`` must get right, by name; each returns (error, allowed)."""
-    if path.operator == "decode_step":
+def check_cases(row: Row) -> dict[str, CheckCase]:
+    """The calls that ``row`` must get right, by name; each returns (error, allowed)."""
+    if row.operator == "decode_step":
         return {
-            "state update alone": _step_case(path, has_conv=False, has_norm=False),
-            "convolution, norm": _step_case(path),
-            "convolution, norm, bounded gate": _step_case(path, gate="bounded"),
-            "convolution, norm, bf16 states": _step_case(path, state_dtype=torch.bfloat16),
-            "convolution, norm, fp16 states": _step_case(path, state_dtype=torch.float16),
+            "state update alone": _step_case(row, has_conv=False, has_norm=False),
+            "convolution, norm": _step_case(row),
+            "convolution, norm, bounded gate": _step_case(row, gate="bounded"),
+            "convolution, norm, bf16 states": _step_case(row, state_dtype=torch.bfloat16),
+            "convolution, norm, fp16 states": _step_case(row, state_dtype=torch.float16),
         }
-    if path.operator == "verify":
+    if row.operator == "verify":
         return {
-            f"drafts of {_DRAFT}": functools.partial(run_draft, path),
+            f"drafts of {_DRAFT}": functools.partial(run_draft, row),
             f"drafts of {_DRAFT}, fp16 states": functools.partial(
-                run_draft, path, state_dtype=torch.float16
+                run_draft, row, state_dtype=torch.float16
             ),
         }
-    if path.operator == "verify_records":
+    if row.operator == "verify_records":
         return {
-            "records of drafts": functools.partial(run_records, path),
+            "records of drafts": functools.partial(run_records, row),
             "records of drafts, bounded gate": functools.partial(
-                run_records, path, gate="bounded", has_norm=False
+                run_records, row, gate="bounded", has_norm=False
             ),
             "records of drafts, fp16 states": functools.partial(
-                run_records, path, state_dtype=torch.float16
+                run_records, row, state_dtype=torch.float16
             ),
         }
-    found = {"small": _sequence_case(path, small), "adversarial": _sequence_case(path, hard)}
-    found["adversarial, fp16 states"] = _sequence_case(path, hard, state_dtype=torch.float16)
-    if "bounded_gate" in path.features:
-        found["adversarial, bounded gate"] = _sequence_case(path, hard, gate="bounded")
-    if {"any_dtype", "any_head_dim", "grouped_values"} <= path.features:
-        found["fp32, K 48, V 24"] = _sequence_case(path, uneven)
-    if path.name == "two_stage_sm90":  # few are scanned by halves, by another kernel
-        found["many sequences"] = _known_lengths(path, (3,) * 24)
+    found = {"small": _sequence_case(row, small), "adversarial": _sequence_case(row, hard)}
+    found["adversarial, fp16 states"] = _sequence_case(row, hard, state_dtype=torch.float16)
+    if "bounded_gate" in row.features:
+        found["adversarial, bounded gate"] = _sequence_case(row, hard, gate="bounded")
+    if {"any_dtype", "any_head_dim", "grouped_values"} <= row.features:
+        found["fp32, K 48, V 24"] = _sequence_case(row, uneven)
+    if row.name == "two_stage_sm90":  # few are scanned by halves, by another kernel
+        found["many sequences"] = _known_lengths(row, (3,) * 24)
     # rows that the lengths choose, as the host knows them
-    if short := path.max_longest:
-        found["short sequences"] = _known_lengths(path, (1, short // 4, short // 2 + 1, short))
-    if least := path.min_longest:
-        long = max(least, 3 * CHUNK * getattr(path.params, "segment_chunks", 1)) + 70
-        found["a long sequence"] = _known_lengths(path, (long, 5, least // 4 + 1))
-    if path.operator == "prefill":
+    if short := row.max_longest:
+        found["short sequences"] = _known_lengths(row, (1, short // 4, short // 2 + 1, short))
+    if least := row.min_longest:
+        long = max(least, 3 * CHUNK * getattr(row.params, "segment_chunks", 1)) + 70
+        found["a long sequence"] = _known_lengths(row, (long, 5, least // 4 + 1))
+    if row.operator == "prefill":
         for name, dtype in (
             ("", torch.float32),
             (", bf16 states", torch.bfloat16),
             (", fp16 states", torch.float16),
         ):
-            check = functools.partial(run_layer, path, state_dtype=dtype)
+            check = functools.partial(run_layer, row, state_dtype=dtype)
             found[f"layer with a checkpoint{name}"] = check
     return found
 
 
 def _sequence_case(
-    path: KernelPath,
+    row: Row,
     draw: Callable[..., Case],
     state_dtype: torch.dtype = torch.float32,
     **model: Any,
 ) -> CheckCase:
     return lambda target, device: run(
-        path, target, device, draw(path.operator, **model), state_dtype=state_dtype
+        row, target, device, draw(row.operator, **model), state_dtype=state_dtype
     )
 
 
-def _known_lengths(path: KernelPath, lengths: tuple[int, ...]) -> CheckCase:
+def _known_lengths(row: Row, lengths: tuple[int, ...]) -> CheckCase:
     def check(target: Target, device: torch.device) -> Answer:
         case = make_case(_SEED, lengths, heads=2, key_dim=128, value_dim=128)
-        return run(path, target, device, case, on_host=True)
+        return run(row, target, device, case, on_host=True)
 
     return check
 
 
-def _step_case(path: KernelPath, **flags: Any) -> CheckCase:
-    return lambda target, device: run_step(path, target, device, **flags)
+def _step_case(row: Row, **flags: Any) -> CheckCase:
+    return lambda target, device: run_step(row, target, device, **flags)
 
 
 def small(operator: str) -> Case:
@@ -132,7 +132,7 @@ def uneven(operator: str) -> Case:
 
 
 def run(
-    path: KernelPath,
+    row: Row,
     target: Target,
     device: torch.device,
     case: Case,
@@ -140,7 +140,7 @@ def run(
     on_host: bool = False,
     state_dtype: torch.dtype = torch.float32,
 ) -> Answer:
-    """Run one call on ``path`` through its operator.
+    """Run one call on ``row`` through its operator.
 
     States are slots of a pool, in falling order. Of five sequences one starts from zero, although
     its slot is NaN, and one is padding. Tokens are views of one packed row, as engines have them.
@@ -174,8 +174,8 @@ def run(
     rows = [y.view(len(packed), *x.shape[2:]) for x, y in zip(there.tokens[:3], views, strict=True)]
     rows += [there.g[0], there.beta[0]]
     state = StateRef.pool(pool, slots.to(device), warm.to(device))
-    selection = forced(path, target, case.shape)
-    if path.operator == "prefill":
+    selection = forced(row, target, case.shape)
+    if row.operator == "prefill":
         tokens, gate = there.inputs_of([x[None] for x in rows])
         host = case.cu_seqlens if on_host else None
         cu_seqlens = there.cu_seqlens
@@ -194,7 +194,7 @@ def run(
 
 
 def run_layer(
-    path: KernelPath,
+    row: Row,
     target: Target,
     device: torch.device,
     state_dtype: torch.dtype = torch.float32,
@@ -226,7 +226,7 @@ def run_layer(
     bounds = cu_tensor(lengths, torch.device("cpu"))
     layer.prefill(
         LayerWeights(case.conv_weight, case.inputs[1], case.norm_weight, EPS),
-        forced(path, target, case.shape),
+        forced(row, target, case.shape),
         x,
         pools.windows,
         StateRef.pool(
@@ -238,7 +238,7 @@ def run_layer(
             bounds.to(device),
             sum(lengths),
             cu_seqlens_cpu=bounds,
-            chunk_table=path.name != "torch",
+            chunk_table=row.name != "torch",
         ),
         Scratch(device),
         checkpoints=Checkpoints.of(offsets, places, null_slot),
@@ -266,7 +266,7 @@ def run_layer(
 
 
 def run_step(
-    path: KernelPath,
+    row: Row,
     target: Target,
     device: torch.device,
     state_dtype: torch.dtype = torch.float32,
@@ -283,14 +283,14 @@ def run_step(
         *case.inputs,
         StateRef.pool(pools.states, torch.tensor(slots, dtype=torch.int32, device=device)),
         **case.stages(pools.windows),
-        selection=forced(path, target, case.shape),
+        selection=forced(row, target, case.shape),
     ).cpu()
     if o[_PADDED].any():
         raise RuntimeError("a padded row's output is not zero")
     live = slots[:_PADDED]
     want = [
-        case.expected(row, before.states[slot].cpu(), before.windows[slot].cpu())
-        for row, slot in enumerate(live)
+        case.expected(number, before.states[slot].cpu(), before.windows[slot].cpu())
+        for number, slot in enumerate(live)
     ]
     own = torch.tensor(live)
     for old, new in ((before.states, pools.states), (before.windows, pools.windows)):
@@ -304,7 +304,7 @@ def run_step(
 
 
 def run_draft(
-    path: KernelPath,
+    row: Row,
     target: Target,
     device: torch.device,
     state_dtype: torch.dtype = torch.float32,
@@ -323,7 +323,7 @@ def run_draft(
         *case.inputs,
         StateRef.pool(pools.states, torch.tensor(slots, dtype=torch.int32, device=device)),
         DraftInputs.in_buffers(kept, torch.arange(_ROWS, dtype=torch.int32, device=device)),
-        selection=forced(path, target, case.shape),
+        selection=forced(row, target, case.shape),
     ).cpu()
     _expect_untouched(before.states.cpu(), pools.states.cpu(), torch.empty(0, dtype=torch.int64))
     outputs, states = [], []
@@ -349,9 +349,9 @@ def _step_inputs(
     return case, pools, [5, 4, 3, 2, -1]
 
 
-def forced(path: KernelPath, target: Target, shape: KdaShape) -> KdaSelection:
+def forced(row: Row, target: Target, shape: KdaShape) -> KdaSelection:
     """A selection that runs one path for every grid of its operator."""
-    return select(target, shape).with_path(path)
+    return select(target, shape).with_path(row)
 
 
 def _expect_untouched(before: torch.Tensor, after: torch.Tensor, own: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from kda_backend import (
     kda_commit_,
@@ -34,28 +34,28 @@ def _slots(number: int) -> torch.Tensor:
     return torch.arange(number, dtype=torch.int32, device=DEVICE)
 
 
-def _prefill(path: KernelPath, target: Target, grid: int, heads: int) -> Call:
+def _prefill(row: Row, target: Target, grid: int, heads: int) -> Call:
     """One sequence of ``grid / heads`` chunks of 64 tokens."""
     tokens = CHUNK * max(1, grid // heads)
     case = make_case(0, (tokens,), heads=heads, device=DEVICE, **_DIMS)
     plan = build_step_plan(case.cu_seqlens, tokens, cu_seqlens_cpu=case.cu_seqlens.cpu())
     state, out = StateRef.pool(case.state, _slots(1)), torch.empty_like(case.v)
-    chosen, scratch = forced(path, target, case.shape), Scratch(case.q.device)
+    chosen, scratch = forced(row, target, case.shape), Scratch(case.q.device)
     options: dict[str, Any] = {"out": out, "scratch": scratch, "selection": chosen}
     inputs = case.inputs
     return lambda: kda_prefill(*inputs, state, plan, **options)
 
 
-def _recurrent(path: KernelPath, target: Target, grid: int, heads: int) -> Call:
+def _recurrent(row: Row, target: Target, grid: int, heads: int) -> Call:
     rows = max(1, grid // heads)
     case = make_case(0, (1,) * rows, heads=heads, device=DEVICE, **_DIMS)
     inputs = case.inputs_of([x.transpose(0, 1) for x in case.tokens])
     state, out = StateRef.pool(case.state, _slots(rows)), torch.empty_like(inputs[0].v)
-    chosen = forced(path, target, case.shape)
+    chosen = forced(row, target, case.shape)
     return lambda: kda_recurrent(*inputs, state, out=out, selection=chosen)
 
 
-def _step(path: KernelPath, target: Target, grid: int, heads: int, *, whole: bool) -> Call:
+def _step(row: Row, target: Target, grid: int, heads: int, *, whole: bool) -> Call:
     rows = max(1, grid // heads)
     flags: dict[str, Any] = {"has_conv": whole, "has_norm": whole, "has_bias": False}
     case = make_step(0, rows, device=DEVICE, heads=heads, **_DIMS, **flags)
@@ -63,11 +63,11 @@ def _step(path: KernelPath, target: Target, grid: int, heads: int, *, whole: boo
     pools.fill(0, list(range(rows)))
     inputs, stages = case.inputs, case.stages(pools.windows)
     state, out = StateRef.pool(pools.states, _slots(rows)), torch.empty_like(case.z)
-    chosen = forced(path, target, case.shape)
+    chosen = forced(row, target, case.shape)
     return lambda: kda_decode_step(*inputs, state, out=out, selection=chosen, **stages)
 
 
-def _records(path: KernelPath, target: Target, grid: int, heads: int, *, folds: bool) -> Call:
+def _records(row: Row, target: Target, grid: int, heads: int, *, folds: bool) -> Call:
     """Drafts of 4 tokens, of which 2 of the draft before were accepted; or the fold of these."""
     rows, tokens = max(1, grid // heads), 4
     case = make_step(0, rows * tokens, device=DEVICE, heads=heads, has_bias=False, **_DIMS)
@@ -79,7 +79,7 @@ def _records(path: KernelPath, target: Target, grid: int, heads: int, *, folds: 
         x.zero_()
     state, out = StateRef.pool(pools.states, _slots(rows)), torch.empty_like(case.z)
     chosen, inputs, stages = (
-        forced(path, target, case.shape),
+        forced(row, target, case.shape),
         case.inputs,
         case.stages(pools.windows),
     )
@@ -95,7 +95,7 @@ def _records(path: KernelPath, target: Target, grid: int, heads: int, *, folds: 
     return lambda: kda_verify_step(*inputs, state, draft, out=out, selection=chosen, **stages)
 
 
-MEASURES: dict[str, Callable[[KernelPath, Target, int, int], Call]] = {
+MEASURES: dict[str, Callable[[Row, Target, int, int], Call]] = {
     "prefill": _prefill,
     "recurrent": _recurrent,
     "whole_step": lambda *args: _step(*args, whole=True),

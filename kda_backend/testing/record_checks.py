@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from backend_core.testing.numerics import relative_error
 from kda_backend import kda_commit_, kda_verify_step
@@ -25,7 +25,7 @@ ACCEPTED = ((2, 1, 0, 3), (1, 1, 0, 2))
 
 
 def run_records(
-    path: KernelPath,
+    row: Row,
     target: Target,
     device: torch.device,
     state_dtype: torch.dtype = torch.float32,
@@ -47,7 +47,7 @@ def run_records(
         _SEED, steps * sum(LENGTHS), device=device, regime=HARD_REGIMES, **model, **flags
     )
     drafts = RecordedDrafts(case, LENGTHS, seed=_SEED, state_dtype=state_dtype)
-    selection = select(target, case.shape).with_path(path)
+    selection = select(target, case.shape).with_path(row)
     bound_o, bound_s = STEP_TOLERANCES[state_dtype]
     errors, key_error = [], 0.0
     for step, accepted in enumerate(ACCEPTED):

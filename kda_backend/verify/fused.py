@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kda_backend.contract.values import VerifyCall
+from kda_backend.contract.calls import VerifyCall
 from kda_backend.decode_step.fused import NO_CONV, NO_NORM, step_constexprs
 from kda_backend.launch_params import FusedVerifyParams
 from kda_backend.token_spec import TokenSpec, in_one_layout
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
@@ -25,7 +25,7 @@ AXES = {
 }
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> TritonVerification:
+def bind(row: Row, spec: KdaShape, target: Target) -> TritonVerification:
     return TritonVerification(row.params, batch_invariant=spec.batch_invariant)
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kda_backend.contract.values import CommitCall, VerifyCall
+from kda_backend.contract.calls import CommitCall, VerifyCall
 from kda_backend.decode_step.fused import NO_CONV, NO_NORM, blocks_axis, step_constexprs
 from kda_backend.launch_params import FusedRecordsParams, FusedRecordsSm90Params
 from kda_backend.spec import Gate
@@ -14,7 +14,7 @@ from kda_backend.token_spec import TokenSpec, has_ptx, in_one_layout
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import KernelLaunch
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
@@ -27,7 +27,7 @@ AXES = {
 COMMIT_AXES = dict.fromkeys(("state", "correction", "key_gate"), "ln")
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> TritonDraftRecords:
+def bind(row: Row, spec: KdaShape, target: Target) -> TritonDraftRecords:
     return TritonDraftRecords(row.params, batch_invariant=spec.batch_invariant)
 
 
@@ -115,7 +115,7 @@ def _run(kernel: KernelLaunch, batch_invariant: bool, call: VerifyCall) -> None:
 
 
 def verify_records_kernel(
-    params: FusedRecordsParams, spec: TokenSpec, by_norm: bool = True
+    params: FusedRecordsParams, spec: TokenSpec, by_norm: bool
 ) -> KernelLaunch:
     """The kernel of the verification, as its path launches it; ``by_norm``: of `Records`."""
     from backend_core.launch.triton import KernelLaunch

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from backend_core.launch.cuda_params import CudaParams
-from kda_backend.contract.values import CommitCall, VerifyCall
+from kda_backend.contract.calls import CommitCall, VerifyCall
 from kda_backend.decode_step.fused_sm90 import HopperStep
 from kda_backend.launch_params import FusedRecordsSm90Params
 from kda_backend.token_spec import TYPE_CODES
 from kda_backend.verify_records.fused import RecordsFold
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
@@ -71,7 +71,7 @@ PARAMS = CudaParams(
 )
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> FusedRecordsSm90:
+def bind(row: Row, spec: KdaShape, target: Target) -> FusedRecordsSm90:
     return FusedRecordsSm90(row.params)
 
 

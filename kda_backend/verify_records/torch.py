@@ -9,17 +9,18 @@ import torch
 
 from backend_core.autocast import without_autocast
 from kda_backend import reference
-from kda_backend.contract.values import CommitCall, GateSpec, Records, VerifyCall
+from kda_backend.contract.calls import CommitCall, VerifyCall
+from kda_backend.contract.values import GateSpec, Records
 from kda_backend.prefill.torch import as_stored, log_decay
 from kda_backend.torch_steps import Layer
 
 if TYPE_CHECKING:
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
     from kda_backend.selection import KdaShape
 
 
-def bind(row: KernelPath, spec: KdaShape, target: Target) -> RecordsInTorch:
+def bind(row: Row, spec: KdaShape, target: Target) -> RecordsInTorch:
     return RecordsInTorch()
 
 

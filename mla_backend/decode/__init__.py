@@ -13,14 +13,14 @@ from mla_backend.scratch import SplitScratch
 from mla_backend.spec import MlaSpec
 from mla_backend.step_plan import MlaPlan
 
-Prepared: TypeAlias = Callable[[MlaInputs, SplitScratch], None]
+PreparedDecode: TypeAlias = Callable[[MlaInputs, SplitScratch], None]
 """Runs checked calls of one plan whose tensors are laid out alike."""
 
 
 class MlaPath(Protocol):
     """One path, bound to a kind of layer."""
 
-    def prepare(self, x: MlaInputs) -> Prepared:
+    def prepare(self, x: MlaInputs) -> PreparedDecode:
         """Prepare the calls of ``x.plan`` that are laid out as this one.
 
         It keeps no tensor, and belongs to the plan.

@@ -12,11 +12,11 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel, CudaLaunch
 from backend_core.launch.cuda_params import CudaParams
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend import combine
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.decode import Planning, Prepared, ctas_of
+from mla_backend.decode import Planning, PreparedDecode, ctas_of
 from mla_backend.plan.fill import fill_sm90
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, MlaSpec
@@ -87,12 +87,12 @@ class DecodeAddresses(NamedTuple):
     sinks: int
 
 
-def bind(row: KernelPath, spec: MlaSpec, target: Target) -> Sm90Decode:
+def bind(row: Row, spec: MlaSpec, target: Target) -> Sm90Decode:
     return Sm90Decode(spec)
 
 
-def plan(row: KernelPath, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
-    fill = functools.partial(fill_sm90, row.params, spec.query_rows)
+def plan(row: Row, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
+    fill = functools.partial(fill_sm90, spec.query_rows)
     return Planning(ctas_of(spec, num_sms, shares), shares, True, fill)
 
 
@@ -113,7 +113,7 @@ class Sm90Decode:
     def _shared(self) -> CudaKernel:
         return _kernel(defines(PREFIX_ROWS, False))
 
-    def prepare(self, x: MlaInputs) -> Prepared:
+    def prepare(self, x: MlaInputs) -> PreparedDecode:
         """The launches of a plan.
 
         Raises:

@@ -7,27 +7,27 @@ import math
 import torch
 
 from backend_core.autocast import without_autocast
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.decode import Planning, Prepared, ctas_of
+from mla_backend.decode import Planning, PreparedDecode, ctas_of
 from mla_backend.plan.fill import fill_in_torch
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec import LATENT_DIM, MlaSpec
 
 
-def bind(row: KernelPath, spec: MlaSpec, target: Target) -> TorchDecode:
+def bind(row: Row, spec: MlaSpec, target: Target) -> TorchDecode:
     return TorchDecode()
 
 
-def plan(row: KernelPath, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
+def plan(row: Row, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
     return Planning(ctas_of(spec, num_sms, shares), False, False, fill_in_torch)
 
 
 class TorchDecode:
     """Float32 arithmetic; nothing is prepared."""
 
-    def prepare(self, x: MlaInputs) -> Prepared:
+    def prepare(self, x: MlaInputs) -> PreparedDecode:
         return decode
 
 

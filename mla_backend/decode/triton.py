@@ -9,11 +9,11 @@ import triton.language as tl
 
 from backend_core.contracts import expect_near, interprets
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend import combine
 from mla_backend.contract.mla_decode import MlaInputs
-from mla_backend.decode import Planning, Prepared, ctas_of
+from mla_backend.decode import Planning, PreparedDecode, ctas_of
 from mla_backend.kernels.mla_decode import mla_decode_kernel
 from mla_backend.launch_params import TritonMlaParams
 from mla_backend.plan.fill import plan_split_kv
@@ -27,11 +27,11 @@ AXES = {
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def bind(row: KernelPath, spec: MlaSpec, target: Target) -> TritonDecode:
+def bind(row: Row, spec: MlaSpec, target: Target) -> TritonDecode:
     return TritonDecode(row.params, spec)
 
 
-def plan(row: KernelPath, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
+def plan(row: Row, spec: MlaSpec, num_sms: int, shares: bool) -> Planning:
     blocks = -(-min(spec.query_rows, 64) // row.params.block_rows)
     return Planning(ctas_of(spec, num_sms, shares, blocks), shares, False, plan_split_kv)
 
@@ -44,7 +44,7 @@ class TritonDecode:
         # a plan with shared prefixes has other tiles, and not every call is causal
         self._kernel = functools.cache(functools.partial(decode_kernel, params, spec))
 
-    def prepare(self, x: MlaInputs) -> Prepared:
+    def prepare(self, x: MlaInputs) -> PreparedDecode:
         return self._run
 
     def _run(self, x: MlaInputs, scratch: SplitScratch) -> None:

@@ -27,7 +27,7 @@ from mla_backend.engines.flash_mla_calls import make
 from mla_backend.engines.seam_list import DECODE, PREFILL
 from mla_backend.engines.sparse_layer import (
     MIN_WIDTH,
-    Form,
+    LayerShape,
     SparseLayer,
     runs_all,
     sparse_paths,
@@ -102,7 +102,7 @@ def _layer_refusal(module: Any, paths: Beside[str, Any], pool: Any) -> str | Non
     return None if paths.served else paths.why
 
 
-def _form(backend: Any, runner: Any, module: Any, runs_all: bool) -> Form:
+def _form(backend: Any, runner: Any, module: Any, runs_all: bool) -> LayerShape:
     pool, ratio = backend.token_to_kv_pool, module.compress_ratio
     topks: tuple[int, ...] = (WINDOW,)
     extra_page_size = 0
@@ -111,7 +111,7 @@ def _form(backend: Any, runner: Any, module: Any, runs_all: bool) -> Form:
         topks = (WINDOW, -(-topk // MIN_WIDTH) * MIN_WIDTH)
         extra_page_size = pool.get_extra_key_page_size(module.layer_id)
     drafts = runner.server_args.speculative_num_draft_tokens or 1
-    return Form(
+    return LayerShape(
         heads=module.n_local_heads if runs_all else max(module.n_local_heads, 64),
         page_size=pool.get_swa_key_page_size(),
         extra_page_size=extra_page_size,

@@ -49,7 +49,7 @@ def calls_in_words(phase: str, selection: SparseMlaSelection) -> str:
 
 
 @dataclass(frozen=True)
-class Form:
+class LayerShape:
     """Properties of layers that are alike.
 
     Attributes:
@@ -80,7 +80,7 @@ class SparseLayer:
         LookupError: no call runs here.
     """
 
-    def __init__(self, target: Target, form: Form, scratch: SplitScratch) -> None:
+    def __init__(self, target: Target, form: LayerShape, scratch: SplitScratch) -> None:
         self.target, self.form = target, form
         self._scratch = scratch
         self.paths = sparse_paths(target, form.heads, form.page_size, form.extra_page_size)

@@ -28,7 +28,7 @@ from mla_backend.engines.flash_mla_calls import make
 from mla_backend.engines.seam_list import DECODE, PREFILL
 from mla_backend.engines.sparse_layer import (
     MIN_WIDTH,
-    Form,
+    LayerShape,
     SparseLayer,
     runs_all,
     sparse_paths,
@@ -106,7 +106,7 @@ def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
     speculative = vllm_config.speculative_config
     drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
     scheduler = vllm_config.scheduler_config
-    form = Form(
+    form = LayerShape(
         heads=heads,
         page_size=layer.swa_cache_layer.block_size,
         extra_page_size=extra_page_size,
@@ -118,7 +118,7 @@ def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
 
 
 @functools.cache
-def _of_form(target: Target, form: Form, device: torch.device) -> SparseLayer:
+def _of_form(target: Target, form: LayerShape, device: torch.device) -> SparseLayer:
     """One for all layers that are alike, its kernels compiled."""
     served = SparseLayer(target, form, _scratch(device))
     served.warm_up(device)

@@ -10,7 +10,6 @@ import torch
 
 from backend_core.launch.cuda import CudaKernel
 from backend_core.launch.cuda_params import CudaParams
-from mla_backend.launch_params import Sm90MlaParams
 from mla_backend.plan.split_kv import CANDIDATES, split_kv
 from mla_backend.step_plan import MlaPlan
 
@@ -35,8 +34,7 @@ PARAMS = CudaParams(
     )
 )
 OVERHEAD, MIN_BLOCKS = 1, 1
-"""The cost of each query tile that a program touches, and the fewest blocks of a split, in plans in
-torch and Triton."""
+"""The cost of each query tile that a CTA touches, and the fewest blocks of a split."""
 
 
 def fill_in_torch(plan: MlaPlan, tokens: torch.Tensor) -> None:
@@ -47,7 +45,7 @@ def fill_in_torch(plan: MlaPlan, tokens: torch.Tensor) -> None:
         plan.num_splits.copy_(num_splits)
 
 
-def fill_sm90(params: Sm90MlaParams, query_rows: int, plan: MlaPlan, tokens: torch.Tensor) -> None:
+def fill_sm90(query_rows: int, plan: MlaPlan, tokens: torch.Tensor) -> None:
     """One launch of the planner in CUDA C++, of ``tokens`` in each tile."""
     assert plan.merges is not None
     requests, prefix = plan.requests, plan.prefix
@@ -62,8 +60,8 @@ def fill_sm90(params: Sm90MlaParams, query_rows: int, plan: MlaPlan, tokens: tor
         prefix_slot=prefix_slot(requests + plan.num_ctas, query_rows),
         requests=requests,
         ctas=plan.num_ctas,
-        overhead=params.overhead,
-        min_blocks=params.min_blocks,
+        overhead=OVERHEAD,
+        min_blocks=MIN_BLOCKS,
     )
     threads = 544 if tokens.shape[0] <= 544 else 1024  # a warp per candidate
     _sm90_kernel()(1 if prefix is None else 2, threads, packed, pdl=True)
@@ -74,9 +72,7 @@ def prefix_slot(own_slots: int, query_rows: int) -> int:
     return -(-own_slots * query_rows // 64)
 
 
-def plan_split_kv(
-    plan: MlaPlan, lengths: torch.Tensor, overhead: int = OVERHEAD, min_blocks: int = MIN_BLOCKS
-) -> None:
+def plan_split_kv(plan: MlaPlan, lengths: torch.Tensor) -> None:
     """One launch of the Triton planner."""
     tiles, ctas = lengths.shape[0], plan.num_ctas
     _split_kernel(power_of_two(tiles), power_of_two(ctas)).launch(
@@ -87,8 +83,8 @@ def plan_split_kv(
         scratch_ptr=plan.starts,
         tiles=tiles,
         ctas=ctas,
-        overhead=overhead,
-        min_blocks=min_blocks,
+        overhead=OVERHEAD,
+        min_blocks=MIN_BLOCKS,
     )
 
 

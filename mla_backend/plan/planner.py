@@ -11,7 +11,7 @@ import torch
 from backend_core import contracts
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from mla_backend.contract.mla_decode import expect_heads
 from mla_backend.decode import MlaPath, Planning
 from mla_backend.plan.fill import power_of_two, prefix_slot
@@ -61,9 +61,9 @@ class MlaPlanner:
         self.spec = selection.spec
         self._prefix_tokens = shared_prefix_tokens
         self._prefix_requests = shared_prefix_requests
-        self._plannings: dict[KernelPath, Planning] = {}
+        self._plannings: dict[Row, Planning] = {}
 
-    def _planning(self, row: KernelPath) -> Planning:
+    def _planning(self, row: Row) -> Planning:
         found = self._plannings.get(row)
         if found is None:
             module = importlib.import_module(f"{self.selection.operator.folder}.{row.name}")

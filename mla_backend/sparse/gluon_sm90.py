@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend.contract.sparse_mla import SparseMlaInputs
 from mla_backend.kernels.sm90.sparse_mla import sparse_mla_sm90_kernel
 from mla_backend.kernels.sm90.sparse_mla_rows import sparse_mla_rows_sm90_kernel
-from mla_backend.launch_params_sparse import GluonSparseMlaParams
+from mla_backend.launch_params import GluonSparseMlaParams
 from mla_backend.plan.sparse_splits import OVERHEAD, blocks_of, sparse_shares, sparse_splits
 from mla_backend.scratch import SplitScratch
 from mla_backend.sparse.combine import combine, combine_shares
@@ -24,7 +24,7 @@ MIN_SHARED = 8
 AXES = {"q": "..h."}
 
 
-def bind(row: KernelPath, spec: SparseMlaSpec, target: Target) -> GluonRecords | GluonRows:
+def bind(row: Row, spec: SparseMlaSpec, target: Target) -> GluonRecords | GluonRows:
     return (GluonRows if spec.cache_format == "bf16_rows" else GluonRecords)(
         row.params, spec, target
     )

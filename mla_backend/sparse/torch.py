@@ -7,14 +7,14 @@ import math
 import torch
 
 from backend_core.autocast import without_autocast
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
 from mla_backend.scratch import SplitScratch
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
 
-def bind(row: KernelPath, spec: SparseMlaSpec, target: Target) -> SparseInTorch:
+def bind(row: Row, spec: SparseMlaSpec, target: Target) -> SparseInTorch:
     return SparseInTorch()
 
 

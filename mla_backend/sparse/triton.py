@@ -7,11 +7,11 @@ import triton.language as tl
 
 from backend_core.contracts import interprets
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
 from mla_backend.kernels import sparse_mla as kernels
-from mla_backend.launch_params_sparse import TritonSparseMlaParams
+from mla_backend.launch_params import TritonSparseMlaParams
 from mla_backend.plan.sparse_splits import blocks_of, sparse_splits
 from mla_backend.scratch import SplitScratch
 from mla_backend.sparse.combine import combine
@@ -20,7 +20,7 @@ from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 AXES = {"q": "..h."}
 
 
-def bind(row: KernelPath, spec: SparseMlaSpec, target: Target) -> TritonRecords | TritonRows:
+def bind(row: Row, spec: SparseMlaSpec, target: Target) -> TritonRecords | TritonRows:
     return (TritonRows if spec.cache_format == "bf16_rows" else TritonRecords)(
         row.params, spec, target
     )

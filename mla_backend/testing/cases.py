@@ -9,8 +9,8 @@ import torch
 
 from backend_core import operator
 from backend_core.operator import Selection
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table, shipped_directory
+from backend_core.tables.load import load_table, shipped_directory
+from backend_core.tables.schema import Row
 from backend_core.target import KNOWN_TARGETS
 from mla_backend import reference
 from mla_backend.api import mla_decode
@@ -98,7 +98,7 @@ def forced(
     if isinstance(spec, MlaSpec):
         kind, target = "mla_decode", replace(target, num_sms=num_sms)
     rows = load_table(TABLES, target, directory=shipped_directory()).rows
-    row: KernelPath = next(row for row in rows if (row.operator, row.name) == (kind, name))
+    row: Row = next(row for row in rows if (row.operator, row.name) == (kind, name))
     return operator.forced(TABLES, target, spec, replace(row, params=replace(row.params, **params)))
 
 

@@ -16,7 +16,7 @@ from mla_backend.testing.cases import SCALE, expected, make_case, run_case
 
 if TYPE_CHECKING:
     from backend_core.family import CheckCase
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
 
 ALLOWED = 6e-3
@@ -26,7 +26,7 @@ LSE_ALLOWED = 2e-3
 _RAGGED = [0, 1, 63, 64, 65, 200]
 
 
-def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
+def check_cases(row: Row) -> Mapping[str, CheckCase]:
     """Ragged and empty requests, several query tokens, shared prefixes, and levels of keys that are
     merged, which no path is chosen for."""
     specs = {
@@ -34,18 +34,18 @@ def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
         "16 heads, drafts of 2": MlaSpec(16, 64, query_tokens=2),
         "32 heads": MlaSpec(32, 64),
     }
-    found = {name: _case(path, spec) for name, spec in specs.items()}
-    found["shared prefix"] = _case(path, specs["ragged"], shared_prefix_tokens=64)
-    if path.name == "triton":
+    found = {name: _case(row, spec) for name, spec in specs.items()}
+    found["shared prefix"] = _case(row, specs["ragged"], shared_prefix_tokens=64)
+    if row.name == "triton":
         found["cascade of two levels"] = cascade_checks.two_levels
     return found
 
 
-def _case(path: KernelPath, spec: MlaSpec, **plans: Any) -> CheckCase:
+def _case(row: Row, spec: MlaSpec, **plans: Any) -> CheckCase:
     """``plans``: how the planner is made. Requests that share tokens have them."""
 
     def run(target: Target, device: torch.device) -> tuple[float, float]:
-        planner = MlaPlanner(forced(TABLES, target, spec, path), **plans)
+        planner = MlaPlanner(forced(TABLES, target, spec, row), **plans)
         shared = plans.get("shared_prefix_tokens", 0)
         lengths = [shared + n for n in _RAGGED] if shared else _RAGGED
         case = make_case(spec, lengths, shared_tokens=shared, device=device)
@@ -62,15 +62,13 @@ def _case(path: KernelPath, spec: MlaSpec, **plans: Any) -> CheckCase:
     return run
 
 
-def decode_call(
-    path: KernelPath, target: Target, requests: int, heads: int
-) -> Callable[[], object]:
+def decode_call(row: Row, target: Target, requests: int, heads: int) -> Callable[[], object]:
     """A step of ``requests`` requests of 8,192 tokens, planned beforehand."""
     from mla_backend.api import mla_decode
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     spec = MlaSpec(heads, 64)
-    selection = forced(TABLES, target, spec, path)
+    selection = forced(TABLES, target, spec, row)
     case = make_case(spec, [8192] * requests, device=device)
     plan = MlaPlanner(selection).plan(case.lengths, case.block_table)
     tensors = (case.q_latent, case.q_rope, case.kv_latent, case.kv_rope, case.block_table)

@@ -25,7 +25,7 @@ from mla_backend.testing.sparse_mla_cases import (
 
 if TYPE_CHECKING:
     from backend_core.family import CheckCase
-    from backend_core.tables.schema import KernelPath
+    from backend_core.tables.schema import Row
     from backend_core.target import Target
 
 ALLOWED = 6e-3
@@ -34,26 +34,26 @@ ALLOWED = 6e-3
 RAGGED = 150
 
 
-def check_cases(path: KernelPath) -> Mapping[str, CheckCase]:
+def check_cases(row: Row) -> Mapping[str, CheckCase]:
     """Two caches and one, several query tokens, splits, lists that name nothing, many lists of
     different lengths, and prefill."""
     lists = [(64, 100, [100, 0, 33]), (2, 70, [70, 0, 64])]
     cases: dict[str, CheckCase] = {}
     for heads, tokens, splits in ((8, 1, 1), (8, 2, 3), (20, 1, 2)):
         name = f"{heads} heads, {tokens} query tokens, {splits} splits"
-        cases[name] = partial(_decode, path, heads, tokens, splits, lists)
-    cases["window alone"] = partial(_decode, path, 16, 1, 2, [(64, 128, None)])
-    if path.name == "gluon_sm90":
+        cases[name] = partial(_decode, row, heads, tokens, splits, lists)
+    cases["window alone"] = partial(_decode, row, 16, 1, 2, [(64, 128, None)])
+    if row.name == "gluon_sm90":
         for heads, tokens in ((8, 1), (40, 2)):
             name = f"{RAGGED} requests of any lengths, {heads} heads, {tokens} query tokens"
-            cases[name] = partial(_ragged, path, heads, tokens)
-    if "bf16_rows_cache" in path.features:
-        cases["prefill over rows of bf16"] = partial(_prefill, path)
+            cases[name] = partial(_ragged, row, heads, tokens)
+    if "bf16_rows_cache" in row.features:
+        cases["prefill over rows of bf16"] = partial(_prefill, row)
     return cases
 
 
 def _decode(
-    path: KernelPath,
+    row: Row,
     heads: int,
     tokens: int,
     splits: int,
@@ -62,12 +62,12 @@ def _decode(
     device: torch.device,
 ) -> tuple[float, float]:
     case = make_case(heads, lists, tokens=tokens, has_sinks=True, device=device)
-    selection = forced(TABLES, target, case.spec, path)
+    selection = forced(TABLES, target, case.spec, row)
     return _judged(run_case(case, selection, splits), expected(case))
 
 
 def _ragged(
-    path: KernelPath, heads: int, tokens: int, target: Target, device: torch.device
+    row: Row, heads: int, tokens: int, target: Target, device: torch.device
 ) -> tuple[float, float]:
     """Lists of so many blocks that CTAs share all tokens' rows equally."""
     generator = torch.Generator().manual_seed(0)
@@ -75,18 +75,18 @@ def _ragged(
     extra[::3] //= 50
     lists = [(64, 128, own.tolist()), (2, 448, extra.tolist())]
     case = make_case(heads, lists, requests=RAGGED, tokens=tokens, has_sinks=True, device=device)
-    selection = forced(TABLES, target, case.spec, path)
+    selection = forced(TABLES, target, case.spec, row)
     return _judged(run_case(case, selection), expected(case))
 
 
-def _prefill(path: KernelPath, target: Target, device: torch.device) -> tuple[float, float]:
+def _prefill(row: Row, target: Target, device: torch.device) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     kv = (0.1 * torch.randn(90, 512, generator=generator)).bfloat16().to(device)
     q = (8 * torch.randn(4, 1, 8, 512, generator=generator)).bfloat16().to(device)
     indices = torch.randint(-5, 100, (4, 1, 70), generator=generator, dtype=torch.int32).to(device)
     lengths = torch.tensor([70, 33, 0, 5], dtype=torch.int32).to(device)
     spec = SparseMlaSpec(8, "bf16_rows")
-    selection = forced(TABLES, target, spec, path)
+    selection = forced(TABLES, target, spec, row)
     got = sparse_mla(q, NamedRows(kv, indices, lengths), selection, scale=SCALE)
     want = reference.sparse_mla(q, [(kv, indices, lengths)], SCALE)
     return _judged(got, want)

@@ -92,6 +92,8 @@ class Server(ThreadingHTTPServer):
 
 
 print("kda-dsv4: served by a fake", flush=True)
+print("kda-dsv4: prefill grid 1 and more: two_stage_sm90 (a row of a table)", flush=True)
+print("kda-dsv4: prefill two_stage: refused, two_stage_sm90 is preferred", flush=True)
 Server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 '''.replace("\\\\", "\\")
 

@@ -17,7 +17,14 @@ import pytest
 import torch
 
 from benchmarks import serve_vllm
-from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_work
+from benchmarks.engines import (
+    decode_vllm,
+    serve_agreement,
+    serve_model,
+    serve_profile,
+    serve_sides,
+    serve_work,
+)
 from kda_backend import operators
 from kda_backend.fla import chunk_kda
 
@@ -212,7 +219,7 @@ def test_a_pair_is_joined_by_what_was_measured(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     extra = ["--break"] if broken else []
     sides = {"upstream": extra, "flag": [*extra, "--attention-backend", "KDA"]}
-    failed = serve_work.pair("fake_child", sides, tmp_path / "out.json", 60.0)
+    failed = serve_sides.pair("fake_child", sides, tmp_path / "out.json", 60.0)
     shown = capfd.readouterr().out
     result = json.loads((tmp_path / "out.json").read_text())
     assert "| said by upstream" in shown and ("not shown" in shown) == broken
@@ -231,7 +238,7 @@ def test_sides_beside_each_other_are_timed_one_after_the_other(
     flag = ["--attention-backend", "KDA"]
     sides = {"flag": flag, "upstream": [], "deterministic_prefix": [*flag, "--variant", "x"]}
     out = tmp_path / "out.json"
-    assert serve_work.pair("fake_child", sides, out, 60.0, is_beside=True) == 0
+    assert serve_sides.pair("fake_child", sides, out, 60.0, is_beside=True) == 0
     result = json.loads(out.read_text())
     assert result["beside"] and set(result["sides"]) == set(sides)
     (row,) = result["rows"]
@@ -250,7 +257,7 @@ def test_sides_that_are_spread_have_gpus_of_their_own(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     sides = {"flag": ["--attention-backend", "KDA"], "upstream": []}
     out = tmp_path / "out.json"
-    assert serve_work.pair("fake_child", sides, out, 60.0, spread_ranks=2) == 0
+    assert serve_sides.pair("fake_child", sides, out, 60.0, spread_ranks=2) == 0
     assert json.loads(out.read_text())["rows"][0]["flag_ms"] == 2.0
     lines = capfd.readouterr().out.splitlines()
     gpus = {line for line in lines if line.startswith("| GPUs")}
@@ -267,7 +274,7 @@ def test_a_prefill_says_its_path_once_for_each_size(
         chunk_kda(q, k, v, -gate.exp(), torch.rand(1, length, 2))
     log = capfd.readouterr().out
     assert log.count(serve_work.PATH) == 2
-    assert serve_work.seen_in(log)["paths"] == {"torch": {"captured": [], "eager": [70, 5]}}
+    assert serve_sides.seen_in(log)["paths"] == {"torch": {"captured": [], "eager": [70, 5]}}
 
 
 def test_a_log_says_which_paths_ran_and_which_steps_were_replayed() -> None:
@@ -279,14 +286,14 @@ def test_a_log_says_which_paths_ran_and_which_steps_were_replayed() -> None:
     Prefill batch, #new-seq: 1, #new-token: 512, #cached-token: 0, cuda graph: True, input
     Prefill batch, #new-seq: 1, #new-token: 8192, #cached-token: 0, cuda graph: False, input
     """
-    assert serve_work.seen_in(log) == {
+    assert serve_sides.seen_in(log) == {
         "paths": {
             "two_stage_sm90": {"captured": [512], "eager": [512]},
             "segmented_sm90": {"captured": [], "eager": [8192]},
         },
         "prefill_steps": {"steps": 3, "in_graphs": 2, "replayed": 1},
     }
-    assert serve_work.seen_in("") == {"paths": {}}
+    assert serve_sides.seen_in("") == {"paths": {}}
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -312,12 +319,12 @@ def test_a_model_is_cut_to_layers_heads_and_experts(
     words = ["--config", str(place.parent), "--layers", "4", "--heads", "8", "--experts", "32"]
     args = options(*words, "--calls", "1x512", "2x64")
     assert args.calls == [(1, 512), (2, 64)] and "long_tokens" not in args.parts
-    cut = json.loads((Path(serve_vllm.model_directory(args)) / "config.json").read_text())
+    cut = json.loads((Path(serve_model.model_directory(args)) / "config.json").read_text())
     text = cut.get("text_config", cut)
     assert text["num_hidden_layers"] == 4 and text["num_attention_heads"] == 8
     assert text.get("num_experts", text.get("n_routed_experts")) == 32
     dense = options(*words[:-1], "0")
-    cut = json.loads((Path(serve_vllm.model_directory(dense)) / "config.json").read_text())
+    cut = json.loads((Path(serve_model.model_directory(dense)) / "config.json").read_text())
     assert cut.get("text_config", cut)["first_k_dense_replace"] == 4
     if "linear_attn_config" in text:
         linear = text["linear_attn_config"]
@@ -329,7 +336,7 @@ def test_each_side_is_given_the_options_of_the_pair(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     words = ["--config", str(tmp_path), "--heads", "4", "--parts", "calls", "--calls", "1x4096"]
     args = options(*words, "--caches", str(tmp_path), "--variant", "deterministic_prefix")
-    sides = serve_work.sides_of(args, ["--attention-backend", "KDA"], [])
+    sides = serve_sides.sides_of(args, ["--attention-backend", "KDA"], [])
     assert list(sides) == ["flag", "upstream", "deterministic_prefix"]
     again = options(*sides["deterministic_prefix"])
     assert again.attention_backend == "KDA"
@@ -341,7 +348,7 @@ def test_each_side_is_given_the_options_of_the_pair(tmp_path: Path) -> None:
 def test_upstream_with_the_flags_graphs_is_a_side_without_the_flag(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 2304}')
     words = ["--config", str(tmp_path), "--ranks", "4", "--variant", "upstream_graphs"]
-    sides = serve_work.sides_of(options(*words), ["--attention-backend", "KDA"], [])
+    sides = serve_sides.sides_of(options(*words), ["--attention-backend", "KDA"], [])
     again = options(*sides["upstream_graphs"])
     assert again.attention_backend is None and again.ranks == 4
     arguments = serve_vllm.engine_arguments(again)
@@ -380,7 +387,7 @@ def test_a_flag_that_did_not_serve_is_a_failure(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     sides = {"flag": ["--attention-backend", "KDA"], "upstream": []}
     out = tmp_path / "out.json"
-    assert serve_work.pair("fake_child", sides, out, 60.0, "KDA layers on") == 1
+    assert serve_sides.pair("fake_child", sides, out, 60.0, "KDA layers on") == 1
     failed = json.loads(out.read_text())["sides"]["flag"]["failed"]
     assert failed == {"served": "expected a line with 'KDA layers on' in the log"}
 

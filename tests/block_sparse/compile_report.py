@@ -17,7 +17,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from block_sparse_backend import masks
 from block_sparse_backend.kernels import block_sparse, block_sparse_int8, plans, predict, quantise
 from block_sparse_backend.kernels.sm90 import block_sparse as block_sparse_sm90

@@ -13,7 +13,7 @@ import torch
 from backend_core.launch import triton as launch
 from backend_core.launch.triton import KernelLaunch
 from backend_core.operator import select
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import KNOWN_TARGETS
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.contract import BlockSparseInputs

@@ -20,7 +20,7 @@ from backend_cli import worker
 from backend_cli.check import command as check_module
 from backend_cli.check.probes import probes
 from backend_core.family import families
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from dsv4_backend.testing import check_cases as check_dsv4
 from kda_backend import torch_steps
@@ -62,7 +62,7 @@ def test_every_row_of_every_table_has_probes(target: Target) -> None:
     for name, family in families().items():
         todo = [p for p in probes(target, interpreted=False) if p.family == name]
         rows = load_table(family.tables, target).rows
-        probed = {(p.path.operator, p.path.name, p.path.params, p.path.features) for p in todo}
+        probed = {(p.row.operator, p.row.name, p.row.params, p.row.features) for p in todo}
         assert probed == {(row.operator, row.name, row.params, row.features) for row in rows}
 
 

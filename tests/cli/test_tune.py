@@ -23,8 +23,8 @@ from backend_cli.tune import worker as tune_worker
 from backend_cli.tune.search import render, search, sweeps
 from backend_core import __version__
 from backend_core.family import families
-from backend_core.tables.schema import parse_table
-from backend_core.tables.select import PathTable, load_table, shipped_directory
+from backend_core.tables.load import PathTable, load_table, shipped_directory
+from backend_core.tables.schema import parse_table, read_document
 from backend_core.target import KNOWN_TARGETS, detect_target
 from dsv4_backend import reference
 from dsv4_backend.testing import steps
@@ -43,7 +43,7 @@ def table_of(family: str, target: Any = H200) -> PathTable:
 
 
 def shipped(family: str, target: Any = H200) -> dict[str, Any]:
-    return tomllib.loads(table_of(family, target).source.read_text())
+    return read_document(table_of(family, target).source)
 
 
 def sweeps_of(family: str, operator: str, path: str) -> list[Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from backend_core.family import families
+from backend_core.tables.load import PathTable, explain, feature_sets, load_table
 from backend_core.tables.schema import UPSTREAM
-from backend_core.tables.select import PathTable, explain, feature_sets, load_table
 from backend_core.target import KNOWN_TARGETS, Target
 
 CONFIGS = Path(__file__).parents[2] / "configs"

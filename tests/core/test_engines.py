@@ -10,7 +10,7 @@ from backend_core.engines import ENGINES, entry
 from backend_core.engines.log import chosen
 from backend_core.family import families
 from backend_core.operator import choose
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.selection import KdaShape
 

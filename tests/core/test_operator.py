@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 
 from backend_core.operator import Selection, choose
-from backend_core.tables.schema import KernelPath, NoParams, Operator, TableSchema, UpstreamParams
-from backend_core.tables.select import PathTable, explain
+from backend_core.tables.load import PathTable, explain
+from backend_core.tables.schema import NoParams, Operator, Row, TableSchema, UpstreamParams
 from backend_core.target import KNOWN_TARGETS
 
 TARGET = KNOWN_TARGETS["H200"]
 OPERATOR = Operator("prefill", "chunks", {"one": NoParams, "two": NoParams}, "toy.prefill")
-ONE = KernelPath("one", "prefill", None, frozenset(), NoParams(), False, "", max_longest=64)
-TWO = KernelPath("two", "prefill", None, frozenset({"wide"}), NoParams(), False, "")
-UP = KernelPath("upstream", "prefill", 8, frozenset(), UpstreamParams("fa3"), True, "H200, file")
+ONE = Row("one", "prefill", None, frozenset(), NoParams(), False, "", max_longest=64)
+TWO = Row("two", "prefill", None, frozenset({"wide"}), NoParams(), False, "")
+UP = Row("upstream", "prefill", 8, frozenset(), UpstreamParams("fa3"), True, "H200, file")
 
 
-def table(*rows: KernelPath) -> PathTable:
+def table(*rows: Row) -> PathTable:
     return PathTable(TableSchema("toy", (OPERATOR,)), None, rows)  # type: ignore[arg-type]
 
 
-def selection(*rows: KernelPath) -> Selection[str, Any]:
+def selection(*rows: Row) -> Selection[str, Any]:
     return Selection(OPERATOR, TARGET, "spec", rows)
 
 
@@ -37,7 +37,7 @@ def test_the_longest_sequence_is_a_second_limit() -> None:
     assert bounds == [(1, 8, None), (1, 8, None), (9, None, None), (9, None, None)]
 
 
-def test_a_bucket_without_an_open_row_goes_on_in_the_next() -> None:
+def test_a_range_without_an_open_row_goes_on_in_the_next() -> None:
     rows = (replace(ONE, max_grid=8), ONE, TWO)
     assert selection(*rows).row(3, 65) is TWO
 
@@ -81,7 +81,7 @@ def test_the_sizes_that_are_not_left_to_upstream() -> None:
     rows = (replace(TWO, max_grid=4), UP, replace(ONE, max_grid=14, max_longest=None))
     rows += (replace(TWO, max_grid=16), again)
 
-    def sizes(*rows: KernelPath, upstream: str | None = "fa3") -> object:
+    def sizes(*rows: Row, upstream: str | None = "fa3") -> object:
         return choose(table(*rows), "prefill", TARGET, "spec", upstream=upstream).sizes
 
     assert sizes(*rows) == ((1, 4), (9, 16))
@@ -93,7 +93,7 @@ def test_the_sizes_that_are_not_left_to_upstream() -> None:
 def test_functions_are_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = []
 
-    def bind(self: Operator, row: KernelPath, spec: object, target: object) -> Any:
+    def bind(self: Operator, row: Row, spec: object, target: object) -> Any:
         bound.append((row.name, spec))
         return lambda: row.name
 

@@ -28,7 +28,7 @@ BENCHMARKS = "kda_dsv4_benchmarks"
 PROBE = """
 import sys, backend_core
 from backend_core.family import families
-from backend_core.tables.select import explain, load_table
+from backend_core.tables.load import explain, load_table
 from backend_core.target import KNOWN_TARGETS
 print(backend_core.__file__)
 for target in KNOWN_TARGETS.values():

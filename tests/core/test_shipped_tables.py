@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from backend_core.family import Family, families
-from backend_core.tables.select import explain, feature_sets, load_table
+from backend_core.tables.load import explain, feature_sets, load_table
 from backend_core.target import KNOWN_TARGETS, Target
 from tests.core.evidence import assert_made_by_a_script
 from tests.core.golden import CONFIGS, GOLDEN, render, shipped_tables
@@ -36,15 +36,13 @@ def test_every_kind_of_model_has_a_path_for_every_grid(family: Family) -> None:
     for table in tables:
         for operator in family.tables.operators:
             for kind in feature_sets(table, operator.name):
-                rows = explain(table, operator.name, kind)
-                paths = {row.path for row in rows if row.refusal is None}
+                verdicts = explain(table, operator.name, kind)
+                paths = {verdict.row for verdict in verdicts if verdict.refusal is None}
                 assert paths
                 assert all(path.features >= kind for path in paths)
                 assert {path.name for path in paths} <= set(operator.paths)
                 for path in paths:
                     declared = operator.paths[path.name]
-                    if isinstance(declared, str):  # a section of the table
-                        declared = family.tables.sections[declared]
                     assert type(path.params) is declared and dataclasses.is_dataclass(declared)
 
 
@@ -69,17 +67,6 @@ def test_a_measured_row_can_be_measured_again() -> None:
         report = json.loads((ROOT / entry["source"]).read_text(encoding="utf-8"))
         found = {key: report.get(key) for key in ("gpu", "date")}
         assert found == {key: entry[key] for key in found}, where
-
-
-def test_fitted_sections_name_a_sweep_that_can_be_made_again() -> None:
-    found = 0
-    for file in sorted(CONFIGS.glob("*/*.toml")):
-        document = tomllib.loads(file.read_text())
-        for name, section in document.items():
-            if isinstance(section, dict) and section.get("fitted"):
-                assert_made_by_a_script(ROOT, section["fit_source"], f"{file.name}: {name}")
-                found += 1
-    assert found
 
 
 def _targets(family: Family) -> list[Target]:

@@ -14,15 +14,15 @@ import pytest
 
 from backend_core import strict
 from backend_core.operator import choose, forced
-from backend_core.tables import select as path_table
-from backend_core.tables.schema import NoParams, Operator, TableSchema
-from backend_core.tables.select import (
+from backend_core.tables import load as path_table
+from backend_core.tables.load import (
     PathTable,
     explain,
     feature_sets,
     load_table,
     unmeasured,
 )
+from backend_core.tables.schema import NoParams, Operator, TableSchema
 from backend_core.target import KNOWN_TARGETS, Target
 
 H200 = KNOWN_TARGETS["H200"]
@@ -40,11 +40,6 @@ class TileParams:
             raise ValueError(f"block_v must be a multiple of 16, got {self.block_v}")
 
 
-@dataclass(frozen=True)
-class CostModel:
-    step_ns: int
-
-
 PREFILL_PATHS = ("two_stage", "small", "middle", "a", "b", "c", "d", "ours", "vendor")
 TOY = TableSchema(
     "toy",
@@ -52,14 +47,12 @@ TOY = TableSchema(
         Operator(
             "prefill",
             "chunks",
-            {name: NoParams for name in PREFILL_PATHS}
-            | {"fused": TileParams, "modelled": "cost_model"},
+            {name: NoParams for name in PREFILL_PATHS} | {"fused": TileParams},
             requires=lambda features: features,
             features=dict.fromkeys((*PREFILL_PATHS, "fused"), "varlen snapshots state_pool x y"),
         ),
         Operator("decode", "sequences", {"recurrent": NoParams}),
     ),
-    {"cost_model": CostModel},
 )
 
 
@@ -106,7 +99,7 @@ def load(directory: Path, text: str, target: Target = H200) -> PathTable:
     return load_table(TOY, target, directory=directory)
 
 
-def three_buckets(directory: Path) -> PathTable:
+def three_ranges(directory: Path) -> PathTable:
     return load(
         directory,
         row(name="small", max_grid=10, features=["varlen"])
@@ -147,12 +140,6 @@ def test_rows_are_read_whole(tmp_path: Path) -> None:
     of_table = 'gpu = "H200"\n' + measured.replace('gpu = "H200"\n', "") + row() + DECODE
     first, second = load(tmp_path, of_table).rows[:2]
     assert first == path and not second.measured and second.provenance.startswith("not measured")
-
-
-def test_a_path_may_take_its_parameters_from_a_section(tmp_path: Path) -> None:
-    section = "[cost_model]\nstep_ns = 70\n"
-    table = load(tmp_path, section + row(name="modelled") + DECODE)
-    assert table.rows[0].params == CostModel(70)
 
 
 @pytest.mark.parametrize(
@@ -208,18 +195,6 @@ def test_a_path_may_take_its_parameters_from_a_section(tmp_path: Path) -> None:
             row(params={"x": 1}) + DECODE,
             "path 1: params: unknown key x; NoParams has none",
         ),
-        (
-            row(name="modelled") + DECODE,
-            r"path 1: modelled needs the table \[cost_model\]",
-        ),
-        (
-            "[cost_model]\nstep_ns = 1\n" + row(name="modelled", params={"x": 1}) + DECODE,
-            r"path 1: modelled takes its parameters from \[cost_model\], not params",
-        ),
-        (
-            "[cost_model]\nstep = 1\n" + row() + DECODE,
-            "cost_model: unknown key step; CostModel has step_ns",
-        ),
         (row(max_grid=8) + DECODE, "path 1: the last prefill row must have no max_grid"),
         (row(), "path: the last decode row must have no max_grid"),
         (
@@ -238,8 +213,46 @@ def test_a_malformed_table_names_file_and_row(tmp_path: Path, text: str, message
     assert str(error.value).startswith(f"{tmp_path / 'toy' / 'nvidia_sm90.toml'}: ")
 
 
-def test_lookup_at_bucket_boundaries(tmp_path: Path) -> None:
-    selection = choose(three_buckets(tmp_path), "prefill", H200, frozenset())
+def test_a_table_like_another_says_only_what_differs(tmp_path: Path) -> None:
+    base = load(tmp_path, fused() + row("prefill", "small") + DECODE)
+    changed = 'like = "nvidia_sm90"\n[[path]]\noperator = "prefill"\nname = "fused"\nmax_grid = 4\n'
+    found = load(tmp_path, changed + "[path.params]\nblock_v = 64\n", KNOWN_TARGETS["B200"])
+    params = dataclasses.replace(base.rows[0].params, block_v=64)
+    assert found.rows == (
+        dataclasses.replace(base.rows[0], max_grid=4, params=params),
+        *base.rows[1:],
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("like = 3\n", "like must name another table of the folder, got 3"),
+        ('like = "../nvidia_sm90"\n', "like must name another table of the folder, got '../nv"),
+        ('like = "nvidia_sm75"\n', "nvidia_sm75.toml: cannot be read: No such file"),
+        ('like = "nvidia_sm100"\n', "like must name a table with rows of its own that were not"),
+        ('like = "nvidia_sm80"\n', "like must name a table with rows of its own that were not"),
+        ('like = "nvidia_sm90"\npath = [3]\n', "path 1: it and its params must be tables, got 3"),
+        (
+            'like = "nvidia_sm90"\n' + row(name="small"),
+            "path 1: nvidia_sm90.toml must have one row of its operator and name, has 0",
+        ),
+        (
+            'like = "nvidia_sm90"\n' + row(name="a"),
+            "path 1: nvidia_sm90.toml must have one row of its operator and name, has 2",
+        ),
+    ],
+)
+def test_a_table_that_cannot_be_like_another(tmp_path: Path, text: str, message: str) -> None:
+    load(tmp_path, row(name="a", max_grid=4) + row(name="a") + DECODE)
+    measured = row(gpu="A100", date="2026-11-21") + DECODE
+    load(tmp_path, measured, KNOWN_TARGETS["A100"])
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, text, KNOWN_TARGETS["B200"])
+
+
+def test_lookup_at_the_ends_of_ranges(tmp_path: Path) -> None:
+    selection = choose(three_ranges(tmp_path), "prefill", H200, frozenset())
     expected = {0: "small", 1: "small", 10: "small", 11: "middle", 100: "middle", 101: "fused"}
     assert {grid: selection.row(grid).name for grid in expected} == expected
     assert selection.row(2**40).name == "fused"
@@ -262,7 +275,7 @@ def test_refused_rows_are_taken_over_by_the_next_larger_then_by_the_largest(tmp_
     )
     selection = choose(table, "prefill", H200, frozenset({"x"}))
     assert [selection.row(grid).name for grid in (1, 20, 21, 1000)] == ["b", "b", "c", "c"]
-    assert [(r.path.name, r.low, r.high, r.refusal) for r in selection.explained] == [
+    assert [(r.row.name, r.low, r.high, r.refusal) for r in selection.explained] == [
         ("a", None, None, "lacks x"),
         ("b", 1, 20, None),
         ("c", 21, None, None),
@@ -271,7 +284,7 @@ def test_refused_rows_are_taken_over_by_the_next_larger_then_by_the_largest(tmp_
 
 
 def test_refusal_names_what_is_missing(tmp_path: Path) -> None:
-    table = three_buckets(tmp_path)
+    table = three_ranges(tmp_path)
     needs = frozenset({"snapshots", "varlen", "bf16_state"})
     refusals = [row.refusal for row in explain(table, "prefill", needs)]
     assert refusals == [
@@ -301,13 +314,13 @@ def test_of_alternatives_the_first_usable_serves(tmp_path: Path) -> None:
 
 
 def test_feature_sets_are_the_distinct_ones_in_order(tmp_path: Path) -> None:
-    table = three_buckets(tmp_path)
+    table = three_ranges(tmp_path)
     assert feature_sets(table, "prefill") == [{"varlen"}, {"varlen", "snapshots"}]
     assert feature_sets(table, "decode") == [frozenset()]
 
 
 def test_operators_are_kept_apart(tmp_path: Path) -> None:
-    table = three_buckets(tmp_path)
+    table = three_ranges(tmp_path)
     assert choose(table, "decode", H200, frozenset()).row(5).name == "recurrent"
     with pytest.raises(ValueError, match="operator of toy must be one of prefill, decode, got 'x'"):
         choose(table, "x", H200, frozenset())
@@ -335,13 +348,13 @@ def test_the_users_table_comes_before_the_shipped_one(
     def found() -> Path:
         return load_table(TOY, H200).source.parents[1]
 
-    three_buckets(places["shipped"])
+    three_ranges(places["shipped"])
     assert found() == places["shipped"]
-    three_buckets(places["xdg/kda-dsv4"])
+    three_ranges(places["xdg/kda-dsv4"])
     assert found() == places["xdg/kda-dsv4"]
     monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(places["mine"]))
     assert found() == places["shipped"]
-    three_buckets(places["mine"])
+    three_ranges(places["mine"])
     assert found() == places["mine"]
     monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(tmp_path / "absent"))
     with pytest.raises(
@@ -357,7 +370,7 @@ def test_a_user_without_a_home_has_the_shipped_tables(
     for name in ("HOME", "XDG_CONFIG_HOME", "KDA_DSV4_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
-    three_buckets(tmp_path)
+    three_ranges(tmp_path)
     assert load_table(TOY, H200).source.parents[1] == tmp_path
 
 
@@ -368,7 +381,7 @@ def test_in_a_closed_home_there_is_no_table_and_a_closed_folder_that_was_named_i
     home, shipped = tmp_path / "home" / "kda-dsv4", tmp_path / "shipped"
     for place in (home, shipped):
         place.mkdir(parents=True)
-        three_buckets(place)
+        three_ranges(place)
     whole = os.stat
 
     def closed(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
@@ -464,7 +477,7 @@ def test_a_gpu_that_cannot_have_a_table_is_told_why(tmp_path: Path) -> None:
 
 
 def test_a_forced_selection_holds_the_given_rows_alone(tmp_path: Path) -> None:
-    small, middle, _, decode = three_buckets(tmp_path).rows
+    small, middle, _, decode = three_ranges(tmp_path).rows
     assert forced(TOY, H200, None, decode).row(10**6) is decode
     both = forced(TOY, H200, None, small, middle)
     assert [both.row(grid) for grid in (1, 10, 11, 10**6)] == [small, small, middle, middle]

@@ -46,7 +46,7 @@ def test_check_interprets_a_gated_decode() -> None:
     number = next(
         number
         for number, probe in enumerate(probes(target, interpreted=True))
-        if probe.path.operator == "recurrent" and probe.skip is None
+        if probe.row.operator == "recurrent" and probe.skip is None
     )
     path = os.pathsep.join([str(folder(NEWEST)), str(ROOT)])
     worker = Worker(WORKER, ["H200"], {"TRITON_INTERPRET": "1", "PYTHONPATH": path})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines import serve_work
+from benchmarks.engines import serve_sides
 from docs import performance
 from docs.performance_parts import engines, kda, page
 
@@ -88,7 +88,7 @@ def test_a_cut_models_file_has_a_section_once_it_is_there(
     assert engines.cut_models() == []
     sides = {"flag": side_of_glm(2.0), "upstream": side_of_glm(3.0)}
     sides["no_prefill_graphs"] = side_of_glm(2.5)
-    report = {**serve_work.join(sides), "beside": True}
+    report = {**serve_sides.join(sides), "beside": True}
     (tmp_path / "sglang_glm_5_3_flash.json").write_text(json.dumps(report))
     text = "\n".join(engines.cut_models())
     assert "## GLM-5.3-Flash's layers in sglang\n" in text

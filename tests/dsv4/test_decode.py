@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from backend_core.operator import forced
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
+from backend_core.tables.schema import Row
 from dsv4_backend import CompressorCall, compress_decode_, scratch, warm_up
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.scratch import ColumnScratch
@@ -210,7 +210,7 @@ def test_split_channels_write_the_same_bytes(splits: int, layout: str) -> None:
     whole = replace(row, max_grid=None, params=replace(row.params, splits=1))
     split = replace(whole, params=replace(row.params, splits=splits))
 
-    def run_on(path: KernelPath, entries: list[tuple[int, int] | None]) -> None:
+    def run_on(row: Row, entries: list[tuple[int, int] | None]) -> None:
         engine.state.copy_(before)
         for cache, given in zip(engine.caches, caches, strict=True):
             cache.copy_(given)
@@ -218,7 +218,7 @@ def test_split_channels_write_the_same_bytes(splits: int, layout: str) -> None:
             *(layer, kv_score[: len(entries)], engine.state, engine.cache),
             engine.decode_plan(entries),
             target=TARGET,
-            selection=forced(TABLES, TARGET, None, path),
+            selection=forced(TABLES, TARGET, None, row),
         )
 
     for few in (entries[:3], entries):
@@ -285,7 +285,7 @@ def test_split_channels_need_one_warp_on_hip(monkeypatch: pytest.MonkeyPatch) ->
     [row for row in TABLE if DEVICE.type != "cpu" or row.operator != "main_c128_prefill"],
     ids=lambda row: f"{row.operator}-{row.max_grid}",
 )
-def test_every_row_of_the_table_is_right(row: KernelPath) -> None:
+def test_every_row_of_the_table_is_right(row: Row) -> None:
     """Whatever its grid: the rows for many requests, too."""
     for name, run_case in check_cases(row).items():
         error, allowed = run_case(TARGET, DEVICE)

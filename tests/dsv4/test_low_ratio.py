@@ -13,7 +13,7 @@ import torch
 import dsv4_backend
 from backend_core.formats import RECORD_FORMATS
 from backend_core.operator import forced
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from dsv4_backend import (
     LowRatioCall,
     LowRatioStep,

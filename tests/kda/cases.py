@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
+from backend_core.tables.schema import Row
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 from backend_core.testing.numerics import poisoned, relative_error
 from kda_backend.family import FAMILY
@@ -78,7 +78,7 @@ class Backend:
         except StopIteration:
             pytest.skip(f"no {path_name} in the table of {self.target.arch}")
 
-    def _row(self, operator: str, *names: str) -> KernelPath:
+    def _row(self, operator: str, *names: str) -> Row:
         """The table's first row of an operator with one of the names."""
         rows = load_table(TABLES, self.target).rows
         return next(row for row in rows if row.operator == operator and row.name in names)

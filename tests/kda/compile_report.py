@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.select import KernelPath, load_table
+from backend_core.tables.load import Row, load_table
 from kda_backend.decode_step.fused import step_kernel
 from kda_backend.launch_params import TABLES
 from kda_backend.layer_checkpoints import _kernel as _store_checkpoints_kernel
@@ -123,7 +123,7 @@ def cases(arch: str) -> Iterator[Case]:
         yield f"gated_norm {dim} bf16", norm, torch.bfloat16, "pool"
 
 
-def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype, has_ptx: bool) -> Iterator[Case]:
+def _row_cases(row: Row, dim: int, dtype: torch.dtype, has_ptx: bool) -> Iterator[Case]:
     """The kernels of one row for one head dimension and one dtype of the inputs."""
     bounds = "" if row.max_grid is None else f" to grid {row.max_grid}"
     size = f"{dim} {_TRITON_TYPE[dtype]}"
@@ -145,7 +145,7 @@ def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype, has_ptx: bool) -> 
                 kernel = verify_kernel(row.params, model[1])
                 yield f"verify_step {size} {name} {variant}{bounds}", kernel, dtype, variant
         elif (row.operator, row.name) == ("verify_records", "fused") and dim <= 128:
-            kernel = verify_records_kernel(row.params, model[1])
+            kernel = verify_records_kernel(row.params, model[1], True)
             for variant in ("buffers", *(f"held{states}" for states in of_states)):
                 yield f"verify_records {size} {name} {variant}{bounds}", kernel, dtype, variant
             kernel, _ = commit_records_kernel(row.params, dim, dim, GATES[name], has_ptx)
@@ -164,7 +164,7 @@ def _row_cases(row: KernelPath, dim: int, dtype: torch.dtype, has_ptx: bool) -> 
 
 
 def _prefill_kernels(
-    row: KernelPath, dim: int, dtype: torch.dtype, gate: Gate, snapshots: int, has_ptx: bool
+    row: Row, dim: int, dtype: torch.dtype, gate: Gate, snapshots: int, has_ptx: bool
 ) -> _TwoStageKernels:
     operand = torch.float32 if dtype == torch.float32 else torch.float16
     spec = TokenSpec(has_ptx, 1, dim, dim, gate, Beta.SIGMOID, True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from backend_core.launch.cuda_params import CudaParams
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
+from backend_core.tables.schema import Row
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.launch_params import TABLES, SegmentedParams
 from kda_backend.prefill import segmented_sm90 as segmented
@@ -35,9 +35,9 @@ def schedule_of(shape: PrefillShape, *, split: bool, sequence_major: bool) -> Sc
     return Schedule(2, split, scan_ctas, 3, 2, 1, sequence_major)
 
 
-def segmented_row(segment_chunks: int) -> KernelPath:
+def segmented_row(segment_chunks: int) -> Row:
     """The table's row, for every step here."""
-    params = SegmentedParams(segment_chunks, ROW.params)
+    params = SegmentedParams(ROW.params.fused_conv_tiles, segment_chunks)
     return replace(ROWS["segmented_sm90"], params=params, min_longest=None, max_width=None)
 
 
@@ -105,7 +105,7 @@ def use_two_stages(
         for name in ("segment_ends", "merge_segments")
     )
     # few SMs: CTAs take several tasks
-    few_sms, scan_of = CostModel.from_table(ROW.params, num_sms=5), segmented._scan_of
+    few_sms, scan_of = CostModel(num_sms=5), segmented._scan_of
     monkeypatch.setattr(
         segmented, "_scan_of", lambda kernels, model, *call: scan_of(kernels, few_sms, *call)
     )

@@ -126,53 +126,50 @@ def i32(*values: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: torch.tensor(values, dtype=torch.int32, device=x.device)
 
 
-# (what, change, message); "{device}" stands for the device of the call
-TOKENS: list[tuple[str, Change, str]] = [
-    ("q rank", swap(q=flat), f"q must have shape [B, T, H, K], got [{T}, {H}, {K}]"),
-    ("v rank", swap(v=flat), f"v must have shape [1, {T}, HV, V], got [{T}, {HV}, {V}]"),
-    (
-        "k shape",
-        swap(k=cut),
-        f"k must have shape [1, {T}, {H}, {K}], got [1, {T}, {H}, {K - 1}]",
+Refusal = tuple[str, Change, str]
+"""(what, change, message); "{device}" stands for the device of the call."""
+
+
+def of_shape(name: str, what: str, change: Any, wanted: str, got: str) -> Refusal:
+    message = f"{name} must have shape {wanted}, got {got}"
+    return f"{name} {what}", swap(**{name: change}), message
+
+
+def of_dtype(name: str, change: Any, wanted: str, got: str) -> Refusal:
+    message = f"{name} must have dtype {wanted}, got {got}"
+    return f"{name} dtype", swap(**{name: change}), message
+
+
+def of_device(*names: str) -> list[Refusal]:
+    message = "{} must be on {{device}}, got meta"
+    return [(f"{x} device", swap(**{x: on_meta}), message.format(x)) for x in names]
+
+
+def with_gaps(*names: str) -> list[Refusal]:
+    message = "{} must have stride 1 in dimension 0, got 2"
+    return [(f"{x} strides", swap(**{x: doubled}), message.format(x)) for x in names]
+
+
+TOKENS: list[Refusal] = [
+    of_shape("q", "rank", flat, "[B, T, H, K]", f"[{T}, {H}, {K}]"),
+    of_shape("v", "rank", flat, f"[1, {T}, HV, V]", f"[{T}, {HV}, {V}]"),
+    of_shape("k", "shape", cut, f"[1, {T}, {H}, {K}]", f"[1, {T}, {H}, {K - 1}]"),
+    of_shape("k", "rank", flat, f"[1, {T}, {H}, {K}]", f"[{T}, {H}, {K}]"),
+    of_shape("v", "tokens", lambda x: x[:, 1:], f"[1, {T}, {HV}, {V}]", f"[1, {T - 1}, {HV}, {V}]"),
+    of_shape("g", "shape", cut, f"[1, {T}, {HV}, {K}]", f"[1, {T}, {HV}, {K - 1}]"),
+    of_shape(
+        "g",
+        "of the key heads",
+        lambda x: x[:, :, :H],
+        f"[1, {T}, {HV}, {K}]",
+        f"[1, {T}, {H}, {K}]",
     ),
-    (
-        "k rank",
-        swap(k=flat),
-        f"k must have shape [1, {T}, {H}, {K}], got [{T}, {H}, {K}]",
-    ),
-    (
-        "v tokens",
-        swap(v=lambda x: x[:, 1:]),
-        f"v must have shape [1, {T}, {HV}, {V}], got [1, {T - 1}, {HV}, {V}]",
-    ),
-    (
-        "g shape",
-        swap(g=cut),
-        f"g must have shape [1, {T}, {HV}, {K}], got [1, {T}, {HV}, {K - 1}]",
-    ),
-    (
-        "g of the key heads",
-        swap(g=lambda x: x[:, :, :H]),
-        f"g must have shape [1, {T}, {HV}, {K}], got [1, {T}, {H}, {K}]",
-    ),
-    (
-        "beta shape",
-        swap(beta=cut),
-        f"beta must have shape [1, {T}, {HV}], got [1, {T}, {HV - 1}]",
-    ),
-    ("q dtype", swap(q=fp64), "q must have dtype bfloat16 or float16 or float32, got float64"),
-    ("k dtype", swap(k=half), "k must have dtype bfloat16, got float16"),
-    ("v dtype", swap(v=half), "v must have dtype bfloat16, got float16"),
-    ("g dtype", swap(g=fp64), "g must have dtype bfloat16 or float16 or float32, got float64"),
-    (
-        "beta dtype",
-        swap(beta=fp64),
-        "beta must have dtype bfloat16 or float16 or float32, got float64",
-    ),
-    ("k device", swap(k=on_meta), "k must be on {device}, got meta"),
-    ("v device", swap(v=on_meta), "v must be on {device}, got meta"),
-    ("g device", swap(g=on_meta), "g must be on {device}, got meta"),
-    ("beta device", swap(beta=on_meta), "beta must be on {device}, got meta"),
+    of_shape("beta", "shape", cut, f"[1, {T}, {HV}]", f"[1, {T}, {HV - 1}]"),
+    of_dtype("q", fp64, "bfloat16 or float16 or float32", "float64"),
+    of_dtype("k", half, "bfloat16", "float16"),
+    of_dtype("v", half, "bfloat16", "float16"),
+    of_dtype("g", fp64, "bfloat16 or float16 or float32", "float64"),
+    of_dtype("beta", fp64, "bfloat16 or float16 or float32", "float64"),
     (
         "value heads",
         swap(v=lambda x: x[:, :, :3], g=lambda x: x[:, :, :3], beta=lambda x: x[..., :3]),
@@ -227,18 +224,8 @@ TOKENS: list[tuple[str, Change, str]] = [
         swap(dt_bias=cut),
         f"dt_bias must have {HV * K} elements, got [{HV}, {K - 1}]",
     ),
-    (
-        "A_log dtype",
-        swap(A_log=fp64),
-        "A_log must have dtype bfloat16 or float16 or float32, got float64",
-    ),
-    (
-        "dt_bias dtype",
-        swap(dt_bias=fp64),
-        "dt_bias must have dtype bfloat16 or float16 or float32, got float64",
-    ),
-    ("A_log device", swap(A_log=on_meta), "A_log must be on {device}, got meta"),
-    ("dt_bias device", swap(dt_bias=on_meta), "dt_bias must be on {device}, got meta"),
+    of_dtype("A_log", fp64, "bfloat16 or float16 or float32", "float64"),
+    of_dtype("dt_bias", fp64, "bfloat16 or float16 or float32", "float64"),
     ("A_log strides", swap(A_log=doubled), "A_log must be contiguous, got strides [2]"),
     (
         "dt_bias strides",
@@ -253,54 +240,24 @@ TOKENS: list[tuple[str, Change, str]] = [
         )
         for bound in (0.0, -5.001, 1.0, float("nan"))
     ),
-    (
-        "out shape",
-        swap(out=cut),
-        f"out must have shape [1, {T}, {HV}, {V}], got [1, {T}, {HV}, {V - 1}]",
-    ),
-    ("out dtype", swap(out=half), "out must have dtype bfloat16, got float16"),
-    ("out device", swap(out=on_meta), "out must be on {device}, got meta"),
+    of_shape("out", "shape", cut, f"[1, {T}, {HV}, {V}]", f"[1, {T}, {HV}, {V - 1}]"),
+    of_dtype("out", half, "bfloat16", "float16"),
     ("out channels", swap(out=doubled), "out must have stride 1 in dimension 3, got 2"),
-    (
-        "cu_seqlens rank",
-        swap(cu_seqlens=lambda x: x[None]),
-        f"cu_seqlens must have shape [N + 1], got [1, {N + 1}]",
-    ),
-    (
-        "cu_seqlens empty",
-        swap(cu_seqlens=lambda x: x[:0]),
-        "cu_seqlens must have shape [N + 1], got [0]",
-    ),
-    (
-        "cu_seqlens dtype",
-        swap(cu_seqlens=lambda x: x.short()),
-        "cu_seqlens must have dtype int32 or int64, got int16",
-    ),
-    (
-        "cu_seqlens strides",
-        swap(cu_seqlens=doubled),
-        "cu_seqlens must have stride 1 in dimension 0, got 2",
-    ),
-    ("cu_seqlens device", swap(cu_seqlens=on_meta), "cu_seqlens must be on {device}, got meta"),
+    of_shape("cu_seqlens", "rank", lambda x: x[None], "[N + 1]", f"[1, {N + 1}]"),
+    of_shape("cu_seqlens", "empty", lambda x: x[:0], "[N + 1]", "[0]"),
+    of_dtype("cu_seqlens", lambda x: x.short(), "int32 or int64", "int16"),
     ("cu_seqlens of a batch", two_rows, "q must have batch size 1 with cu_seqlens, got 2"),
+    *of_device("k", "v", "g", "beta", "A_log", "dt_bias", "out", "cu_seqlens"),
+    *with_gaps("cu_seqlens"),
 ]
-POOL: list[tuple[str, Change, str]] = [
-    (
-        "pool rank",
-        swap(state_pool=flat),
-        f"state_pool must have shape [slots, {HV}, {V}, {K}], got [{HV}, {V}, {K}]",
-    ),
+POOL: list[Refusal] = [
+    of_shape("state_pool", "rank", flat, f"[slots, {HV}, {V}, {K}]", f"[{HV}, {V}, {K}]"),
     (
         "pool transposed",
         swap(state_pool=lambda x: x.mT.contiguous()),
         f"state_pool must have shape [slots, {HV}, {V}, {K}], got [3, {HV}, {K}, {V}]",
     ),
-    (
-        "pool dtype",
-        swap(state_pool=fp64),
-        "state_pool must have dtype float32 or bfloat16 or float16, got float64",
-    ),
-    ("pool device", swap(state_pool=on_meta), "state_pool must be on {device}, got meta"),
+    of_dtype("state_pool", fp64, "float32 or bfloat16 or float16", "float64"),
     (
         "pool channels",
         swap(state_pool=doubled),
@@ -322,72 +279,32 @@ POOL: list[tuple[str, Change, str]] = [
         f"state_pool must have states at least {HV * V * K} elements apart,"
         f" got a stride of {V * K}",
     ),
-    (
-        "indices size",
-        swap(state_indices=cut),
-        f"state_indices must have shape [{N}], got [{N - 1}]",
-    ),
-    (
-        "indices dtype",
-        swap(state_indices=lambda x: x.long()),
-        "state_indices must have dtype int32, got int64",
-    ),
-    ("indices device", swap(state_indices=on_meta), "state_indices must be on {device}, got meta"),
-    (
-        "indices strides",
-        swap(state_indices=doubled),
-        "state_indices must have stride 1 in dimension 0, got 2",
-    ),
-    (
-        "has_initial_state size",
-        swap(has_initial_state=cut),
-        f"has_initial_state must have shape [{N}], got [{N - 1}]",
-    ),
-    (
-        "has_initial_state dtype",
-        swap(has_initial_state=lambda x: x.int()),
-        "has_initial_state must have dtype bool, got int32",
-    ),
-    (
-        "has_initial_state device",
-        swap(has_initial_state=on_meta),
-        "has_initial_state must be on {device}, got meta",
-    ),
-    (
-        "has_initial_state strides",
-        swap(has_initial_state=doubled),
-        "has_initial_state must have stride 1 in dimension 0, got 2",
-    ),
+    of_shape("state_indices", "size", cut, f"[{N}]", f"[{N - 1}]"),
+    of_dtype("state_indices", lambda x: x.long(), "int32", "int64"),
+    of_shape("has_initial_state", "size", cut, f"[{N}]", f"[{N - 1}]"),
+    of_dtype("has_initial_state", lambda x: x.int(), "bool", "int32"),
+    *of_device("state_pool", "state_indices", "has_initial_state"),
+    *with_gaps("state_indices", "has_initial_state"),
 ]
-FUNCTIONAL: list[tuple[str, Change, str]] = [
-    (
-        "state shape",
-        swap(initial_state=cut),
-        f"initial_state must have shape [{N}, {HV}, {K}, {V}], got [{N}, {HV}, {K}, {V - 1}]",
-    ),
+FUNCTIONAL: list[Refusal] = [
+    of_shape("initial_state", "shape", cut, f"[{N}, {HV}, {K}, {V}]", f"[{N}, {HV}, {K}, {V - 1}]"),
     (
         "state layout",
         swap(state_v_first=True),
         f"initial_state must have shape [{N}, {HV}, {V}, {K}], got [{N}, {HV}, {K}, {V}]",
     ),
-    (
-        "state count",
-        swap(initial_state=lambda x: x[:1]),
-        f"initial_state must have shape [{N}, {HV}, {K}, {V}], got [1, {HV}, {K}, {V}]",
+    of_shape(
+        "initial_state", "count", lambda x: x[:1], f"[{N}, {HV}, {K}, {V}]", f"[1, {HV}, {K}, {V}]"
     ),
-    (
-        "state dtype",
-        swap(initial_state=lambda x: x.bfloat16()),
-        "initial_state must have dtype float32, got bfloat16",
-    ),
-    ("state device", swap(initial_state=on_meta), "initial_state must be on {device}, got meta"),
+    of_dtype("initial_state", lambda x: x.bfloat16(), "float32", "bfloat16"),
     (
         "gradient of the state",
         swap(initial_state=lambda x: x.clone().requires_grad_()),
         "kda_backend has no backward pass: call it under torch.no_grad()",
     ),
+    *of_device("initial_state"),
 ]
-FLA: list[tuple[str, Change, str]] = [
+FLA: list[Refusal] = [
     (
         "context parallelism",
         swap(cp_context=object()),
@@ -415,76 +332,41 @@ FLA: list[tuple[str, Change, str]] = [
         "allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True",
     ),
 ]
-SNAPSHOTS: list[tuple[str, Change, str]] = [
-    (
-        "snapshot_chunks rank",
-        swap(snapshot_chunks=flat),
-        f"snapshot_chunks must have shape [{N}, S], got [1]",
-    ),
-    (
-        "snapshot_chunks dtype",
-        swap(snapshot_chunks=lambda x: x.long()),
-        "snapshot_chunks must have dtype int32, got int64",
-    ),
-    (
-        "snapshot_chunks device",
-        swap(snapshot_chunks=on_meta),
-        "snapshot_chunks must be on {device}, got meta",
-    ),
+SNAPSHOTS: list[Refusal] = [
+    of_shape("snapshot_chunks", "rank", flat, f"[{N}, S]", "[1]"),
+    of_dtype("snapshot_chunks", lambda x: x.long(), "int32", "int64"),
     (
         "snapshot_chunks strides",
         swap(snapshot_chunks=lambda x: torch.cat([x, x], 1)[:, :1]),
         "snapshot_chunks must be contiguous, got strides [2, 1]",
     ),
-    (
-        "snapshots shape",
-        swap(snapshots=cut),
-        f"snapshots must have shape [{N}, 1, {HV}, {V}, {K}], got [{N}, 1, {HV}, {V}, {K - 1}]",
+    of_shape(
+        "snapshots", "shape", cut, f"[{N}, 1, {HV}, {V}, {K}]", f"[{N}, 1, {HV}, {V}, {K - 1}]"
     ),
-    (
-        "snapshots dtype",
-        swap(snapshots=lambda x: x.bfloat16()),
-        "snapshots must have dtype float32, got bfloat16",
-    ),
-    ("snapshots device", swap(snapshots=on_meta), "snapshots must be on {device}, got meta"),
+    of_dtype("snapshots", lambda x: x.bfloat16(), "float32", "bfloat16"),
     (
         "snapshots strides",
         swap(snapshots=lambda x: x.mT.contiguous().mT),
         f"snapshots must be contiguous, got strides [{HV * V * K}, {HV * V * K}, {V * K}, 1, {V}]",
     ),
+    *of_device("snapshot_chunks", "snapshots"),
 ]
-SNAPSHOT_POOL: list[tuple[str, Change, str]] = [
-    (
-        "snapshot_indices shape",
-        swap(snapshot_indices=flat),
-        f"snapshot_indices must have shape [{N}, 1], got [1]",
-    ),
-    (
-        "snapshot_indices dtype",
-        swap(snapshot_indices=lambda x: x.long()),
-        "snapshot_indices must have dtype int32, got int64",
-    ),
-    (
-        "snapshot_indices device",
-        swap(snapshot_indices=on_meta),
-        "snapshot_indices must be on {device}, got meta",
-    ),
+SNAPSHOT_POOL: list[Refusal] = [
+    of_shape("snapshot_indices", "shape", flat, f"[{N}, 1]", "[1]"),
+    of_dtype("snapshot_indices", lambda x: x.long(), "int32", "int64"),
     (
         "snapshot_indices strides",
         swap(snapshot_indices=lambda x: torch.cat([x, x], 1)[:, :1]),
         "snapshot_indices must be contiguous, got strides [2, 1]",
     ),
-    (
-        "snapshots in order for a pool",
-        swap(snapshots=lambda x: x[:2, None]),
-        f"snapshots must have shape [slots, {HV}, {V}, {K}], got [{N}, 1, {HV}, {V}, {K}]",
+    of_shape(
+        "snapshots",
+        "in order for a pool",
+        lambda x: x[:2, None],
+        f"[slots, {HV}, {V}, {K}]",
+        f"[{N}, 1, {HV}, {V}, {K}]",
     ),
-    (
-        "snapshot pool dtype",
-        swap(snapshots=lambda x: x.bfloat16()),
-        "snapshots must have dtype float32, got bfloat16",
-    ),
-    ("snapshot pool device", swap(snapshots=on_meta), "snapshots must be on {device}, got meta"),
+    of_dtype("snapshots", lambda x: x.bfloat16(), "float32", "bfloat16"),
     (
         "snapshot pool of transposed states",
         swap(snapshots=lambda x: x.mT.contiguous().mT),
@@ -495,9 +377,10 @@ SNAPSHOT_POOL: list[tuple[str, Change, str]] = [
         swap(snapshots=lambda x: x.as_strided(x.shape, (V * K, *x.stride()[1:]))),
         f"snapshots must have states at least {HV * V * K} elements apart, got a stride of {V * K}",
     ),
+    *of_device("snapshot_indices", "snapshots"),
 ]
 # values that are read where that costs no synchronisation: in host memory
-VALUES: list[tuple[str, Change, str]] = [
+VALUES: list[Refusal] = [
     ("offsets that start late", swap(cu_seqlens=i32(1, 3, T)), "cu_seqlens must start at 0, got 1"),
     (
         "offsets that end early",
@@ -521,7 +404,7 @@ VALUES: list[tuple[str, Change, str]] = [
         "cu_seqlens must not decrease, got 4 then 3 at entry 1",
     ),
 ]
-SLOTS: list[tuple[str, Change, str]] = [
+SLOTS: list[Refusal] = [
     (
         "a slot past the pool",
         swap(state_indices=i32(3, 0)),
@@ -536,7 +419,7 @@ SLOTS: list[tuple[str, Change, str]] = [
 
 
 def rows(
-    *tables: tuple[Callable[[torch.device], Arguments], list[tuple[str, Change, str]]],
+    *tables: tuple[Callable[[torch.device], Arguments], list[Refusal]],
 ) -> list[Any]:
     return [
         pytest.param(base, change, message, id=what.replace(" ", "_"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import detect_target
 from kda_backend import layer
 from kda_backend.launch_params import TABLES

@@ -138,7 +138,7 @@ def test_segments_of_a_convolved_sequence(monkeypatch: pytest.MonkeyPatch, seed:
     loaded = use_conv(monkeypatch, seed, segment_chunks=1)
     model = model_of(seed, (150,))
     row = segmented_row(1)
-    params = dataclasses.replace(row.params, cost_model=ON.params)
+    params = dataclasses.replace(row.params, fused_conv_tiles=1)
     model.selection = model.selection.with_path(dataclasses.replace(row, params=params))
     check(model, layer.prefill, (4,), (True,))
     assert loaded.launches == 1
@@ -249,15 +249,13 @@ def test_which_steps_are_convolved_in_the_kernel() -> None:
     )  # fmt: skip
     conv = ConvInputs(model.conv_pool, model.weights.conv)
 
-    def serves(conv: ConvInputs = conv, **params: object) -> bool:
-        row = dataclasses.replace(ON.params, **params)  # type: ignore[arg-type]
-        return conv_sm90.serves(row, conv, rows, model.step_plan)
+    def serves(conv: ConvInputs = conv, least: int = 1) -> bool:
+        return conv_sm90.serves(least, conv, rows, model.step_plan)
 
     assert serves()
     tiles = model.step_plan.num_chunks * rows.v.shape[2]
-    assert serves(fused_conv_tiles=tiles)
-    assert not serves(fused_conv_tiles=0)
-    assert not serves(fused_conv_tiles=tiles + 1)
+    assert serves(least=tiles)
+    assert not serves(least=tiles + 1)
     assert not serves(conv._replace(state=conv.state.float()))
     assert not serves(conv._replace(weight=conv.weight.half()))
 

@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from backend_core.launch.cuda_params import CudaParams
+from kda_backend.contract.calls import DraftShape, VerifyCall
 from kda_backend.contract.values import (
     ConvInputs,
     DraftInputs,
-    DraftShape,
     GateSpec,
     NormInputs,
     StateRef,
     TokenInputs,
-    VerifyCall,
 )
 from kda_backend.decode_step import fused_sm90 as step_sm90
 from kda_backend.launch_params import FusedRecordsSm90Params, FusedStepSm90Params

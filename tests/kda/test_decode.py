@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from kda_backend.testing.cases import TOKEN_FIELDS, Case
 from kda_backend.testing.regimes import REGIMES
 from tests.kda.cases import (
@@ -129,7 +129,7 @@ def test_outputs_of_one_token_must_not_lie_over_one_another(backend: Backend, se
 @pytest.mark.parametrize("row", shipped_rows("recurrent"))
 @pytest.mark.parametrize("dims", [(128, 128), (48, 80)])
 def test_every_row_of_the_tables_is_exact(
-    kernels: Backend, seed: int, row: KernelPath, dims: tuple[int, int]
+    kernels: Backend, seed: int, row: Row, dims: tuple[int, int]
 ) -> None:
     case = kernels.case(seed, (1, 2), key_dim=dims[0], value_dim=dims[1])
     if missing := case.shape.requires(row.operator) - row.features:

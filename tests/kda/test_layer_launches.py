@@ -13,7 +13,7 @@ from triton.runtime import JITFunction
 
 from backend_core.launch import triton as triton_launch
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from kda_backend import layer, layer_stages
 from kda_backend.contract.values import StateRef
 from kda_backend.kernels import gated_norm, short_conv
@@ -101,7 +101,7 @@ class Step:
     """The tensors that the layers of a step share."""
 
     def __init__(
-        self, models: list[Model], row: KernelPath, *, starts: bool = True, keeps: bool = False
+        self, models: list[Model], row: Row, *, starts: bool = True, keeps: bool = False
     ) -> None:
         self.plan, self.scratch = models[0].step_plan, Scratch(CPU)
         self.selection = models[0].selection.with_path(row)
@@ -150,7 +150,7 @@ def test_later_layers_make_the_launches_of_their_own_tensors(
     recorded: Recorded,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
-    row: KernelPath,
+    row: Row,
     gate: str,
     starts: bool,
     keeps: bool,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from backend_cli import info
-from backend_core.tables.select import load_table, shipped_directory
+from backend_core.tables.load import load_table, shipped_directory
 from backend_core.target import KNOWN_TARGETS
 from kda_backend import step_plan as step_plan_module
 from kda_backend.launch_params import TABLES
@@ -228,7 +228,11 @@ def test_steps_with_bulk_copies_require_states_on_16_bytes() -> None:
         ("block_v = 16", "block_v = 128", "block_v must be at most block_v_max, got 128 and 64"),
         ("scan_num_warps = 4", "scan_num_warps = 3", "scan_num_warps must be one of 1, 2, 4"),
         ("k_inner = 64", "k_inner = 0", "k_inner must be one of 1, 2, 4, .* got 0"),
-        ("scan_step_ns = ", "scan_step_ns = -", "scan_step_ns must be at least 1, got -"),
+        (
+            "fused_conv_tiles = ",
+            "fused_conv_tiles = -",
+            "fused_conv_tiles must not be negative, got -",
+        ),
     ],
 )
 def test_a_table_with_parameters_that_no_kernel_has_is_refused_when_it_is_read(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.contract.values import StateRef, TokenInputs
 from kda_backend.launch_params import TABLES

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.testing.numerics import relative_error
 from kda_backend.testing.cases import TOKEN_FIELDS, Case
 from kda_backend.testing.regimes import REGIMES
@@ -283,7 +283,7 @@ def test_intermediate_states_of_a_batch_have_its_rows(backend: Backend, seed: in
 @pytest.mark.parametrize("row", shipped_rows("prefill"))
 @pytest.mark.parametrize("dims", [(128, 128), (48, 80)])
 def test_every_row_of_the_tables_is_exact(
-    kernels: Backend, seed: int, row: KernelPath, dims: tuple[int, int]
+    kernels: Backend, seed: int, row: Row, dims: tuple[int, int]
 ) -> None:
     case = kernels.case(seed, (70, 9), key_dim=dims[0], value_dim=dims[1])
     shape = dataclasses.replace(case.shape, deterministic_prefix=False)

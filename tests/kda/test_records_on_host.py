@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
+from backend_core.tables.schema import Row
 from backend_core.target import KNOWN_TARGETS
 from kda_backend import kda_verify_step
 from kda_backend.launch_params import TABLES
@@ -41,7 +41,7 @@ pytestmark = [
 class OnHost(Backend):
     """The backend whose selections have one row of the table."""
 
-    row: KernelPath
+    row: Row
 
     def selection(self, shape: KdaShape) -> KdaSelection:
         return super().selection(shape).with_path(self.row)

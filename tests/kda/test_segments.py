@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from backend_core.launch.cuda_params import CudaParams
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import KNOWN_TARGETS
-from kda_backend.launch_params import TABLES, PrefillCostModel, SegmentedParams
+from kda_backend.launch_params import TABLES
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.arguments_sm90 import SNAPSHOT_POOL_FIELDS
@@ -19,10 +19,9 @@ from kda_backend.selection import KdaShape, deterministic_prefix, rounded_prefix
 from kda_backend.step_plan import StepPlan, build_step_plan
 from kda_backend.testing.regimes import REGIMES
 from tests.kda.cases import ON_GPU, Backend, assert_result, assert_same_bits
-from tests.kda.prefill_on_host import ROW, segmented_row
+from tests.kda.prefill_on_host import segmented_row
 
 H200 = KNOWN_TARGETS["H200"]
-COST_MODEL: PrefillCostModel = ROW.params
 
 
 def plan_of(lengths: tuple[int, ...], *, known: bool = True) -> StepPlan:
@@ -32,11 +31,10 @@ def plan_of(lengths: tuple[int, ...], *, known: bool = True) -> StepPlan:
 
 
 def test_a_step_is_divided_from_each_sequences_start() -> None:
-    params = SegmentedParams(2, COST_MODEL)
     # of 128 tokens: 4 segments and 2 results for each of the two in the middle; 1; 1; 2
-    found = segmented.segments_of(params.segment_chunks, plan_of((450, 0, 128, 129)))
+    found = segmented.segments_of(2, plan_of((450, 0, 128, 129)))
     assert found == segmented.Segments(total=8, ends=5 + 1, merged=1)
-    longer = segmented.segments_of(params.segment_chunks, plan_of((450 + 128, 0, 128, 129)))
+    longer = segmented.segments_of(2, plan_of((450 + 128, 0, 128, 129)))
     assert longer == segmented.Segments(total=9, ends=7 + 1, merged=1)
 
 
@@ -57,7 +55,7 @@ def test_which_steps_are_scanned_by_segments() -> None:
 @pytest.mark.parametrize("tasks", [1, 8, 32, 33, 128, 4096])
 def test_all_ctas_of_the_split_scan_run_at_once(num_sms: int, tasks: int) -> None:
     """A cluster takes one task after the other only where all have a place."""
-    model = CostModel.from_table(COST_MODEL, num_sms)
+    model = CostModel(num_sms)
     schedule = segmented.choose_segment_schedule(model, 16 * tasks, tasks, 16)
     assert schedule.scan_ctas == (4 * tasks if schedule.split else min(tasks, num_sms))
     assert schedule.split <= (4 * tasks <= num_sms)

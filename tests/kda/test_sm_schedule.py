@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from backend_core.ready import Prepared
-from backend_core.tables.select import load_table
 from backend_core.target import KNOWN_TARGETS
 from benchmarks.sweep_kda_prefill import (
     Timed,
@@ -22,8 +21,8 @@ from benchmarks.sweep_kda_prefill import (
     regrets,
     timed,
 )
-from kda_backend.contract.values import GateSpec, PrefillCall, StateRef, TokenInputs
-from kda_backend.launch_params import TABLES
+from kda_backend.contract.calls import PrefillCall
+from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, choose_schedule
 from kda_backend.scratch import Scratch
@@ -35,16 +34,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 FITTED = "kda_prefill_sweep_h200.json"  # what the shipped constants were fitted to
 
 
-def shipped_model(num_sms: int) -> CostModel:
-    """The cost model of the H200's table."""
-    rows = load_table(TABLES, KNOWN_TARGETS["H200"]).rows
-    section = next(row.params for row in rows if row.name == "two_stage_sm90")
-    return CostModel.from_table(section, num_sms)
-
-
 @pytest.mark.parametrize("num_sms", [132, 114, 78])
 def test_every_tile_has_a_maker_and_every_scan_cta_a_place(num_sms: int) -> None:
-    model = shipped_model(num_sms)
+    model = CostModel(num_sms)
     for heads, sequences, chunks in itertools.product(
         (1, 2, 4, 8, 16, 32, 96), (1, 3, 8, 64), (0, 1, 2, 8, 31, 128, 2048)
     ):
@@ -72,7 +64,7 @@ def test_the_chosen_schedules_are_nearly_the_best_that_were_measured(
     """On the sweep of the fit the model's choices take 0.3 % longer than the best on geometric mean
     and the worst 4.3 %; on one of another machine and torch release 0.8 % and 7.3 %."""
     rows = sweep(name)
-    ratios = regrets(shipped_model(132), rows)
+    ratios = regrets(CostModel(132), rows)
     assert len(rows) >= 26
     assert all(len(times) > 1 and min(times.values()) > 0 for _, times in rows)
     assert mean_regret(ratios) <= mean
@@ -81,7 +73,7 @@ def test_the_chosen_schedules_are_nearly_the_best_that_were_measured(
 
 def test_a_wrong_model_would_show() -> None:
     """With intra tiles of twice the time, or without the split scan, the same bound is missed."""
-    model = shipped_model(132)
+    model = CostModel(132)
     slow = tuple(intra._replace(tile_ns=2 * intra.tile_ns) for intra in model.intra)
     for wrong in (model._replace(intra=slow), model._replace(scan=model.scan[:1])):
         assert mean_regret(regrets(wrong, sweep())) > 0.05
@@ -98,7 +90,7 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
         raise RuntimeError("out of memory")
 
     def schedule(shape: PrefillShape) -> object:
-        return choose_schedule(shipped_model(132), shape)
+        return choose_schedule(CostModel(132), shape)
 
     kernels = SimpleNamespace(intra=defaultdict(lambda: intra), scan=(scan,) * 2, schedule=schedule)
     monkeypatch.setattr(pipeline.TwoStageSm90, "kernels", lambda *_: kernels)

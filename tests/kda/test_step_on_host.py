@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.decode_step import fused_sm90 as pipeline
 from kda_backend.launch_params import TABLES

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from backend_core.operator import Selection, select
-from backend_core.tables.schema import UPSTREAM, KernelPath, TableSchema, UpstreamParams
-from backend_core.tables.select import PathRow
+from backend_core.tables.load import Verdict
+from backend_core.tables.schema import UPSTREAM, Row, TableSchema, UpstreamParams
 from backend_core.target import KNOWN_TARGETS, Target
 from mla_backend import beside
 
@@ -19,11 +19,11 @@ def run_up_to(monkeypatch: pytest.MonkeyPatch, most: int | None) -> None:
 
     def chosen(schema: TableSchema, name: str, target: Target, spec: Any, kernel: str) -> Any:
         ours = select(schema, name, target, spec)
-        theirs = KernelPath(
+        theirs = Row(
             UPSTREAM, name, None, frozenset(), UpstreamParams(kernel), True, "H200, a test"
         )
         rows = ours.rows if most is None else (replace(ours.rows[0], max_grid=most), theirs)
-        explained = (*ours.explained, PathRow(theirs, (most or 0) + 1, None, None))
+        explained = (*ours.explained, Verdict(theirs, (most or 0) + 1, None, None))
         return replace(ours, rows=rows, explained=explained, upstream=kernel)
 
     monkeypatch.setattr(beside, "select", chosen)

@@ -18,8 +18,8 @@ import triton.language as tl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.launch.triton import KernelLaunch
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
+from backend_core.tables.schema import Row
 from backend_core.target import KNOWN_TARGETS
 from mla_backend import combine
 from mla_backend.decode import triton as mla_triton
@@ -78,9 +78,9 @@ Case = tuple[str, KernelLaunch, tuple[str, ...]]
 """(name, launch, pointers that are not there)."""
 
 
-def _decode_kernel(path: KernelPath, spec: MlaSpec) -> KernelLaunch:
-    rows = mla_triton.block_rows_of(path.params, spec.query_rows)
-    return mla_triton.decode_kernel(path.params, spec, True, rows)
+def _decode_kernel(row: Row, spec: MlaSpec) -> KernelLaunch:
+    rows = mla_triton.block_rows_of(row.params, spec.query_rows)
+    return mla_triton.decode_kernel(row.params, spec, True, rows)
 
 
 def cases(arch: str) -> Iterator[Case]:

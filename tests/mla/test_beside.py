@@ -190,10 +190,9 @@ def test_what_is_said_of_a_model() -> None:
     (heads, steps), rows = FAMILY.describe_model(H200, KIMI, 1, "vllm")
     paths = [str(row).split(" (")[0] for row in rows["mla_decode"]]
     assert heads == "32 heads per GPU" and paths == [
-        "mla_decode grid 1 to 4: sm90 overhead=1 min_blocks=1 shared_requests=0 shared_tokens=0",
+        "mla_decode grid 1 to 4: sm90 shared_requests=0 shared_tokens=0",
         "mla_decode grid 5 to 63: upstream kernel=fa3",
-        "mla_decode grid 64 to 128: sm90 overhead=1 min_blocks=1 shared_requests=64"
-        " shared_tokens=6144",
+        "mla_decode grid 64 to 128: sm90 shared_requests=64 shared_tokens=6144",
         "mla_decode grid 129 and more: upstream kernel=fa3",
     ]
     assert steps == (

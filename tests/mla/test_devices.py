@@ -31,7 +31,7 @@ from mla_backend.decode import MlaPath
 from mla_backend.drop_ins import flashinfer
 from mla_backend.drop_ins.flash_mla import flash_mla_with_kvcache
 from mla_backend.engines import mla_decoder
-from mla_backend.engines.sparse_layer import Form, SparseLayer
+from mla_backend.engines.sparse_layer import LayerShape, SparseLayer
 from mla_backend.plan import MlaPlanner
 from mla_backend.scratch import SplitScratch
 from mla_backend.sparse_mla import SparseMlaSelection, selection_for, sparse_mla
@@ -125,7 +125,7 @@ def sparse(device: torch.device) -> Call:
 def sparse_layer(device: torch.device) -> Call:
     case = sparse_case(device)
     assert case.extra is not None and case.sinks is not None
-    form = Form(4, case.spec.page_size, case.spec.extra_page_size, (20, 70), 3)
+    form = LayerShape(4, case.spec.page_size, case.spec.extra_page_size, (20, 70), 3)
     served = SparseLayer.__new__(SparseLayer)
     served.form, served._scratch = form, SplitScratch(device)
     served.paths = Beside({"decode": sparse_selection(device, case.spec)}, {})

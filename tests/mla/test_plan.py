@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_backend.launch_params import Sm90MlaParams
-from mla_backend.plan.fill import plan_split_kv
+from mla_backend.plan.fill import MIN_BLOCKS, OVERHEAD, plan_split_kv
 from mla_backend.plan.split_kv import split_kv
 from mla_backend.step_plan import MlaPlan
 
@@ -88,8 +88,8 @@ def test_the_triton_planner_is_the_one_in_torch(device: torch.device, seed: int)
         lengths = torch.randint(0, most, (tiles,), generator=generator, dtype=torch.int32)
         lengths[tiles // 2 + 1 :: 5] = -1
         plan = empty_plan(lengths.to(device), 20)
-        plan_split_kv(plan, plan.lengths, 2, 2)
-        work, num_splits = split_kv(lengths, 20, 2, 2)
+        plan_split_kv(plan, plan.lengths)
+        work, num_splits = split_kv(lengths, 20, OVERHEAD, MIN_BLOCKS)
         assert torch.equal(plan.work.cpu(), work)
         assert torch.equal(plan.num_splits.cpu(), num_splits)
 
@@ -103,8 +103,6 @@ def empty_plan(lengths: torch.Tensor, ctas: int) -> MlaPlan:
     )  # fmt: skip
 
 
-def test_an_overhead_that_no_plan_takes_is_refused() -> None:
-    with pytest.raises(ValueError, match="overhead must be 1 to 16 blocks, got 17"):
-        Sm90MlaParams(overhead=17, min_blocks=1)
+def test_half_of_a_threshold_of_shared_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match="must both be 0, or at least 2 requests and 1 token"):
-        Sm90MlaParams(overhead=1, min_blocks=1, shared_requests=32)
+        Sm90MlaParams(shared_requests=32)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
+from backend_core.tables.schema import Row
 from backend_core.target import KNOWN_TARGETS, detect_target
 from mla_backend.family import FAMILY
 
@@ -34,7 +34,7 @@ def rows() -> list[Any]:
 
 
 @pytest.mark.parametrize("row", rows())
-def test_every_row_is_right(row: KernelPath, device: torch.device) -> None:
+def test_every_row_is_right(row: Row, device: torch.device) -> None:
     if device.type == "cuda":
         target = detect_target(device)
     else:

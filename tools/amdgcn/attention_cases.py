@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 from backend_core.family import families
-from backend_core.tables.schema import KernelPath
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from block_sparse_backend import selection
 from mla_backend.decode import triton as mla_triton
@@ -66,7 +66,7 @@ def _mla_cases(arch: str) -> Runs:
     return found | mla_decode_cases.merge_cases()
 
 
-def _kit_cases(name: str, arch: str) -> tuple[Runs, dict[str, KernelPath]]:
+def _kit_cases(name: str, arch: str) -> tuple[Runs, dict[str, Row]]:
     """A family's checks on each row of its table, and the rows by operator."""
     family = families()[name]
     rows = {row.operator: row for row in load_table(family.tables, TARGETS[arch]).rows}

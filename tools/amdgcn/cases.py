@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from backend_core.family import families
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import Target
 from dsv4_backend import variants as dsv4_variants
 from kda_backend import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from backend_core import operator
-from backend_core.tables.schema import KernelPath
+from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend import reference
 from mla_backend import reference_sparse_mla as sparse_reference
@@ -31,7 +31,7 @@ from tools.amdgcn.case import Answer, error_of
 Cases = dict[str, Callable[[Target], Answer]]
 
 
-def decode_cases(row: KernelPath) -> Cases:
+def decode_cases(row: Row) -> Cases:
     """Cases that the kit lacks: plans, page sizes, dtypes and sinks."""
     table: dict[str, tuple[MlaSpec, list[int], dict[str, Any], bool]] = {
         "two levels, sinks": (MlaSpec(20, 16), [80, 40, 130, 70], {}, True),
@@ -63,7 +63,7 @@ def decode_cases(row: KernelPath) -> Cases:
     return cases | {"mla_decode: plans of 128 requests": lambda target: _plans(row, target)}
 
 
-def _plans(row: KernelPath, target: Target) -> Answer:
+def _plans(row: Row, target: Target) -> Answer:
     """The schedule for a GPU of 256 compute units, beside that in torch. Exact."""
     generator = torch.Generator().manual_seed(8)
     lengths = torch.randint(0, 9000, (128,), generator=generator, dtype=torch.int32)
@@ -76,7 +76,7 @@ def _plans(row: KernelPath, target: Target) -> Answer:
 
 
 def _decode(
-    row: KernelPath,
+    row: Row,
     target: Target,
     spec: MlaSpec,
     lengths: list[int],
@@ -96,7 +96,7 @@ def _decode(
     return error_of(got[0], want[0]), ALLOWED
 
 
-def sparse_cases(row: KernelPath) -> Cases:
+def sparse_cases(row: Row) -> Cases:
     """Cases that the kit lacks: all heads of DeepSeek-V4, other pages, every code of a record."""
     selections: Callable[[Target, SparseMlaSpec], SparseMlaSelection]
     selections = lambda target, spec: operator.forced(TABLES, target, spec, row)  # noqa: E731

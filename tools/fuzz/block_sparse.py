@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backend_core.tables.select import load_table
+from backend_core.tables.load import load_table
 from backend_core.target import Target
 from block_sparse_backend import reference
 from block_sparse_backend.block_sparse import block_sparse_attention

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from backend_core.operator import Selection, forced
+from backend_core.tables.load import load_table
 from backend_core.tables.schema import UPSTREAM
-from backend_core.tables.select import load_table
 from backend_core.target import Target
 from backend_core.testing.numerics import as_bytes
 from dsv4_backend import (

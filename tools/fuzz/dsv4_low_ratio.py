@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from backend_core.operator import forced
+from backend_core.tables.load import load_table
 from backend_core.tables.schema import UPSTREAM
-from backend_core.tables.select import load_table
 from backend_core.target import Target
 from dsv4_backend import compress_low_ratio_
 from dsv4_backend.launch_params import TABLES

@@ -17,11 +17,14 @@ operator, which path runs up to which grid and with which launch parameters:
     block_v = 32
 
 Rows of one operator come in ascending ``max_grid``; the last has none and is open. Rows with the
-same ``max_grid`` are alternatives for one bucket, the preferred first.
+same ``max_grid`` are alternatives, the preferred first.
 
 A table that was written for one release of the package (``kda-dsv4 tune``) says so with
 ``release = "0.1.0"``; another release refuses it, since launch parameters come and go with the
 kernels.
+
+A table with ``like = "nvidia_sm80"`` has that table's rows; its own ``[[path]]`` entries say what
+differs in them.
 
 Tables are looked up in ``$KDA_DSV4_CONFIG_DIR`` (by default ``$XDG_CONFIG_HOME/kda-dsv4``), then
 among those that ship with the package; the first file found is used whole.
@@ -41,7 +44,7 @@ from backend_core.strict import warn_once
 from backend_core.tables.schema import (
     LIMITS,
     UPSTREAM,
-    KernelPath,
+    Row,
     TableSchema,
     limits_in_words,
     parse_table,
@@ -49,9 +52,9 @@ from backend_core.tables.schema import (
 from backend_core.target import Target
 
 __all__ = [
-    "KernelPath",
-    "PathRow",
     "PathTable",
+    "Row",
+    "Verdict",
     "explain",
     "feature_sets",
     "load_table",
@@ -93,7 +96,7 @@ class PathTable:
 
     schema: TableSchema
     source: Path
-    rows: tuple[KernelPath, ...]
+    rows: tuple[Row, ...]
 
     @property
     def family(self) -> str:
@@ -101,8 +104,8 @@ class PathTable:
 
 
 @dataclass(frozen=True)
-class PathRow:
-    """The fate of one table row in a selection.
+class Verdict:
+    """The grids that one table row serves in a selection, or why it serves none.
 
     Attributes:
         low, high: the grids it serves, inclusive; ``high`` is ``None`` where there is no limit and
@@ -110,19 +113,19 @@ class PathRow:
         refusal: why it serves none, else ``None``.
     """
 
-    path: KernelPath
+    row: Row
     low: int | None
     high: int | None
     refusal: str | None
 
     def __str__(self) -> str:
         if self.refusal is not None:
-            return f"{self.path.operator} {self.path.name}: refused, {self.refusal}"
+            return f"{self.row.operator} {self.row.name}: refused, {self.refusal}"
         grids = f"grid {self.low} to {self.high}" if self.high else f"grid {self.low} and more"
-        grids += limits_in_words(*(getattr(self.path, limit) for limit in LIMITS))
-        params = self.path.params_dict()
-        chosen = [self.path.name, *(f"{key}={value}" for key, value in params.items())]
-        return f"{self.path.operator} {grids}: {' '.join(chosen)} ({self.path.provenance})"
+        grids += limits_in_words(*(getattr(self.row, limit) for limit in LIMITS))
+        params = self.row.params_dict()
+        chosen = [self.row.name, *(f"{key}={value}" for key, value in params.items())]
+        return f"{self.row.operator} {grids}: {' '.join(chosen)} ({self.row.provenance})"
 
 
 def load_table(schema: TableSchema, target: Target, *, directory: Path | None = None) -> PathTable:
@@ -172,7 +175,7 @@ def _is_there(file: Path) -> bool:
         return False
 
 
-def _measured_elsewhere(row: KernelPath) -> KernelPath:
+def _measured_elsewhere(row: Row) -> Row:
     if not row.measured:
         return row
     return replace(row, measured=False, provenance=f"not measured here, {row.provenance}")
@@ -196,8 +199,8 @@ def explain(
     requires: frozenset[str] = frozenset(),
     *,
     upstream: str | None = None,
-) -> tuple[PathRow, ...]:
-    """The fate of each row of ``operator`` for a model that needs ``requires``, in table order.
+) -> tuple[Verdict, ...]:
+    """The verdict on each row of ``operator`` for a model that needs ``requires``, in table order.
 
     Args:
         upstream: the engine's kernel that the caller can run instead of a row.
@@ -220,24 +223,24 @@ def explain(
         refusals[usable.pop()] = "no row is left for calls beyond its limits"
     # Only the last usable row can be open, and it is, whatever its max_grid says.
     bounds = [declared[number].max_grid for number in usable[:-1]] + [None]
-    rows, low = [], 1
+    verdicts, low = [], 1
     for number, (row, refusal) in enumerate(zip(declared, refusals, strict=True)):
         if refusal is not None:
-            rows.append(PathRow(row, None, None, refusal))
+            verdicts.append(Verdict(row, None, None, refusal))
             continue
         high = bounds[usable.index(number)]
-        rows.append(PathRow(row, low, high, None))
+        verdicts.append(Verdict(row, low, high, None))
         if high is not None and not row.is_limited:
             low = high + 1
-    return tuple(rows)
+    return tuple(verdicts)
 
 
-def serving(rows: Iterable[PathRow]) -> list[PathRow]:
-    """The rows that are not refused."""
-    return [row for row in rows if row.refusal is None]
+def serving(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """The verdicts on rows that are not refused."""
+    return [verdict for verdict in verdicts if verdict.refusal is None]
 
 
-def _covers(before: KernelPath, row: KernelPath) -> bool:
+def _covers(before: Row, row: Row) -> bool:
     """Whether a row, which stands before another, leaves nothing to it."""
     if before.max_grid != row.max_grid:
         return False
@@ -250,7 +253,7 @@ def feature_sets(table: PathTable, operator: str) -> list[frozenset[str]]:
     return list(dict.fromkeys(row.features for row in table.rows if row.operator == operator))
 
 
-def _refusal(row: KernelPath, requires: frozenset[str], upstream: str | None) -> str | None:
+def _refusal(row: Row, requires: frozenset[str], upstream: str | None) -> str | None:
     if row.name == UPSTREAM and row.params.kernel != upstream:
         return f"only where {row.params.kernel} can run instead"
     if missing := requires - row.features:

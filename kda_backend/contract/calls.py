@@ -1,0 +1,144 @@
+"""The checked calls that paths take, and what a path is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from backend_core.ready import Prepared
+from kda_backend.contract.values import (
+    ConvInputs,
+    DraftInputs,
+    GateSpec,
+    NormInputs,
+    Records,
+    StateRef,
+    TokenInputs,
+)
+
+if TYPE_CHECKING:
+    from kda_backend.scratch import Scratch
+    from kda_backend.step_plan import StepPlan
+
+
+class DraftShape(NamedTuple):
+    """``N``, and the most tokens that the draft of a sequence can have."""
+
+    num_sequences: int
+    max_tokens: int
+
+
+class PrefillCall(NamedTuple):
+    """A checked call of a prefill's path.
+
+    Attributes:
+        tokens: packed.
+        out: ``[1, T, HV, V]``, written.
+        chunk_states: ``[chunks, HV, V, K]``, laid out like ``state``: receives the state before
+            each chunk; or ``None``.
+        scratch: memory for the path.
+        layout: stands for calls that are laid out alike.
+        conv: of q and k, which are from before it, for a path that makes it; else ``None``.
+    """
+
+    tokens: TokenInputs
+    gate: GateSpec
+    step_plan: StepPlan
+    state: StateRef
+    out: torch.Tensor
+    chunk_states: torch.Tensor | None
+    scratch: Scratch
+    layout: Prepared
+    conv: ConvInputs | None = None
+
+
+Addresses = Sequence[int]
+PreparedPrefill = Callable[[Addresses, GateSpec, Addresses, "Scratch", Addresses], None]
+"""The launches of a prefill's path for calls of one step plan that are laid out alike. It takes the
+addresses of q, k, v, g, beta and the output; the gate; `arguments_sm90.state_addresses`; scratch
+memory; and the addresses of windows and taps where the path makes the convolution, else none."""
+
+
+class RecurrentCall(NamedTuple):
+    """A checked call of the recurrence; without ``cu_seqlens`` every row is a sequence."""
+
+    tokens: TokenInputs
+    gate: GateSpec
+    cu_seqlens: torch.Tensor | None
+    state: StateRef
+    out: torch.Tensor
+
+
+class DecodeCall(NamedTuple):
+    """A checked decode step; ``pdl_prefetch_safe`` as `kda_decode_step` takes it."""
+
+    tokens: TokenInputs
+    gate: GateSpec
+    state: StateRef
+    conv: ConvInputs | None
+    norm: NormInputs | None
+    out: torch.Tensor
+    pdl_prefetch_safe: bool
+
+
+class VerifyCall(NamedTuple):
+    """A checked verification of drafts."""
+
+    tokens: TokenInputs
+    gate: GateSpec
+    state: StateRef
+    draft: DraftInputs
+    shape: DraftShape
+    conv: ConvInputs | None
+    norm: NormInputs | None
+    out: torch.Tensor
+
+
+class CommitCall(NamedTuple):
+    """A checked fold of records into states.
+
+    Attributes:
+        gate, states, records: of L layers: ``a_log [L, HV]``, ``dt_bias [L, HV * K]``,
+            ``[L, slots, HV, V, K]``.
+        indices, slots, num_accepted, kept_slots, kept_counts, null_slot: as `kda_commit_` takes
+            them.
+    """
+
+    gate: GateSpec
+    states: torch.Tensor
+    records: Records
+    indices: torch.Tensor
+    slots: torch.Tensor
+    num_accepted: torch.Tensor
+    kept_slots: torch.Tensor | None
+    kept_counts: torch.Tensor | None
+    null_slot: int
+
+
+class RecordsPath(Protocol):
+    """A path of the verification from records, bound to a layer."""
+
+    def prepare(self, call: VerifyCall, /) -> Callable[[VerifyCall], None]:
+        """Prepare as a `StepPath` does."""
+
+    def commit(self, call: CommitCall, /) -> None:
+        """Bring states up to date."""
+
+
+class StepPath(Protocol):
+    """A path of the decode step or the verification, bound to a layer."""
+
+    def prepare(self, call: Any, /) -> Callable[[Any], None]:
+        """Make a function that runs calls laid out as this one; it keeps no tensor of it."""
+
+
+class InTorch:
+    """A path in torch, which prepares nothing."""
+
+    def __init__(self, run: Callable[[Any], None]) -> None:
+        self._run = run
+
+    def prepare(self, call: object) -> Callable[[Any], None]:
+        return self._run
