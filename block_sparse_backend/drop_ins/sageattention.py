@@ -10,12 +10,13 @@ taken and change nothing.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_device, expect_shape
+from backend_core.contracts import expect_device, expect_shape, expect_tensors
 from block_sparse_backend.contract import empty_output
 from block_sparse_backend.plan import kept
 from block_sparse_backend.sage import packed_attention, quantised_attention
@@ -131,7 +132,7 @@ def sageattn_varlen(
     Args:
         q: [tokens, H, D]; k, v: [tokens, Hkv, D].
         cu_seqlens_q, cu_seqlens_k: [S + 1], where sequences begin and end.
-        max_seqlen_q, max_seqlen_k: no sequence is longer.
+        max_seqlen_q, max_seqlen_k: no sequence is longer. A tensor on a GPU is read for it.
         smooth_k: without effect.
 
     Returns:
@@ -140,14 +141,31 @@ def sageattn_varlen(
     Raises:
         ValueError: an argument is not as described.
     """
+    expect_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_shape(name, x, ("tokens", "heads", "D"))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     (q, k, v), d, scale = _padded(q, k, v, sm_scale)
     attend = _packed if torch.compiler.is_compiling() else packed_attention
-    offsets, lengths = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    offsets = cu_seqlens_q, cu_seqlens_k
+    lengths = _whole("max_seqlen_q", max_seqlen_q), _whole("max_seqlen_k", max_seqlen_k)
     out: Tensor = attend(q, k, v, *offsets, lengths, is_causal=is_causal, scale=scale)
     return out[0, ..., :d].transpose(0, 1)
+
+
+def _whole(name: str, given: object) -> int:
+    """A number of tokens, or a tensor with one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        found = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise ValueError(f"{name} must be a whole number of tokens, got {given!r}")
+    return found
 
 
 def _padded(
@@ -156,11 +174,15 @@ def _padded(
     """The tensors with channels that the kernels take, the number that they have, and the scale.
 
     Raises:
-        ValueError: there are more than 128 channels.
+        ValueError: there are more than 128 channels, or not as many in each.
     """
     d = q.shape[3]
     if d > 128:
         raise ValueError(f"head size must be at most 128, got {d}")
+    if k.shape[3] != d or v.shape[3] != d:
+        raise ValueError(
+            f"head size must be the same in q, k and v, got {d}, {k.shape[3]} and {v.shape[3]}"
+        )
     scale = d**-0.5 if scale is None else scale
     if d in (64, 128):
         return (q, k, v), d, scale
@@ -241,6 +263,7 @@ def heads_first(tensor_layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     if tensor_layout not in ("HND", "NHD"):
         raise ValueError(f'tensor_layout must be "HND" or "NHD", got {tensor_layout!r}')
     for x in tensors:
+        expect_tensors(**{"each of q, k and v": x})
         if x.dim() != 4:
             raise ValueError(f"q, k and v must have 4 dimensions, got {list(x.shape)}")
     return tensors if tensor_layout == "HND" else tuple(x.transpose(1, 2) for x in tensors)

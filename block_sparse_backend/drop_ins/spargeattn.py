@@ -149,7 +149,7 @@ def block_sparse_sage2_attn_cuda(
     q, k, v = heads_first(tensor_layout, q, k, v)
     b, h, m, n = *q.shape[:3], k.shape[2]
     shapes = {(b, h, -(-m // bm), -(-n // bn)): (bm, bn) for bm, bn in ((128, 64), (64, 128))}
-    got = None if mask_id is None else tuple(mask_id.shape)
+    got = tuple(mask_id.shape) if isinstance(mask_id, Tensor) else None
     if mask_id is None or got not in shapes:
         raise ValueError(f"mask_id must have one of the shapes {list(shapes)}, got {got}")
     expect_device("mask_id", mask_id, q.device)

@@ -5,6 +5,7 @@ Neither original has forward tests; these are of its README's calls and of what 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -143,6 +144,39 @@ def test_sequences_of_a_packed_batch(seed: int, device: torch.device) -> None:
         want = scaled_dot_product_attention(*own, enable_gqa=True, scale=0.2)
         assert relative_error(out[:, at], want[0]) < ERROR
     assert (out[:, 20:60] == 0).all()
+
+
+def test_lengths_and_offsets_of_a_packed_batch(device: torch.device) -> None:
+    """Counts may be tensors, as ``cu_seqlens.diff().max()`` is; nothing is read out of bounds."""
+    x = torch.randn(90, 2, 64, device=device).half()
+    offsets = torch.tensor([0, 30, 90], device=device)
+    run = functools.partial(sageattention.sageattn_varlen, x, x, x)
+    most = offsets.diff().max()
+    assert torch.equal(run(offsets, offsets, most, most), run(offsets, offsets, 60, 60))
+    for wrong in (60.0, -1, None):
+        with pytest.raises(ValueError, match="max_seqlen_k must be a whole number of tokens"):
+            run(offsets, offsets, 60, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"cu_seqlens_k must be a torch.Tensor, got list"):
+        run(offsets, [0, 30, 90], 60, 60)  # type: ignore[arg-type]
+    for values, message in (([0, 30, 91], "end at 90 tokens at most"), ([0, 60, 30], "decrease")):
+        with pytest.raises(ValueError, match=message):
+            intervals.ragged(*[torch.tensor(values)] * 2, 60, 60, 2, tokens=(90, 90), path="torch")
+
+
+def test_what_is_no_tensor_is_named(device: torch.device) -> None:
+    q = inputs((2, 64, 64), (2, 64, 64), seed=0, device=device)[0]
+    calls: list[Any] = [
+        lambda: sageattention.sageattn(q.tolist(), q, q),
+        lambda: sageattention.sageattn_varlen(q[0], q[0], (q[0],), q, q, 64, 64),
+        lambda: spargeattn.spas_sage2_attn_meansim_cuda(q, q.tolist(), q),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"must be a torch.Tensor, got (list|tuple)"):
+            call()
+    with pytest.raises(ValueError, match="mask_id must have one of the shapes"):
+        spargeattn.block_sparse_sage2_attn_cuda(q, q, q, [[1]])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the same in q, k and v, got 96, 96 and 64"):
+        sageattention.sageattn(*[q.new_zeros(1, 2, 64, 96)] * 2, q)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
