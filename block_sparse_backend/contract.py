@@ -64,7 +64,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> Tensor:
-    """A [B, H, L, D] view of 16-bit numbers that is readable, which is a copy where need be."""
+    """Return x, or a copy where x is not readable."""
     return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 

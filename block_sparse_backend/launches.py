@@ -35,6 +35,6 @@ def descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
 
 
 def strides(x: Tensor) -> list[int]:
-    """Those of a view that is readable (``contract.is_readable``). A dimension of one element has
+    """The strides of a readable view (``contract.is_readable``). A dimension of one element has
     none to speak of, yet a descriptor wants a multiple of 16 bytes there."""
     return [-(-stride // 8) * 8 for stride in x.stride()[:3]] + [1]
