@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from backend_core.contracts import expect_tensors
 from mla_backend.contract.sparse_mla import NamedRows, at_one_stride
 from mla_backend.sparse_mla import selection_for, sparse_mla
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
@@ -72,6 +73,7 @@ def flash_mla_with_kvcache(
         raise ValueError(
             "indices must be given: dense attention is not served here, where FlashMLA is faster"
         )
+    expect_tensors(q=q, k_cache=k_cache, indices=indices)
     for name, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens),
                         ("num_splits", num_splits)):  # fmt: skip
         if value is not None:
