@@ -6,6 +6,7 @@ Imported by sglang alone, by the dotted paths of ``sglang_diffusion.BACKENDS``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         return query.shape[1] == key.shape[1]
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: AttentionMetadata
+        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: AttentionMetadata | None
     ) -> Tensor:
         """[B, L, H, D] in and out."""
         if not (self.causal or self.is_cross) and self.serves(query, key, attn_metadata):
@@ -119,6 +120,26 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
             q, k, v, is_causal=self.causal, scale=self.softmax_scale, enable_gqa=True
         )
         return out.transpose(1, 2).contiguous()
+
+    def forward_varlen(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        cu_seqlens_host: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """[tokens, H, D] in and out, each sequence on its own; sglang 0.5.23 has it of FLUX.3 and
+        MiniMax-H3. The offsets are read from the device where sglang has none on the host."""
+        bounds = cu_seqlens.tolist() if cu_seqlens_host is None else cu_seqlens_host
+        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        for begin, end in itertools.pairwise(bounds):
+            if begin < end:
+                q, k, v = (x[None, begin:end] for x in (query, key, value))
+                out[begin:end] = self.forward(q, k, v, None)[0]
+        return out
 
 
 class PredictedImpl(_Impl):
