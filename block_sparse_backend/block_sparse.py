@@ -57,6 +57,7 @@ def block_sparse_attention(
     if is_elsewhere(q):
         return run_there(q, block_sparse_attention, locals())
     refuse_gradients(q, k, v)
+    scale = None if scale is None else float(scale)
     off = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     layout = layout_of(q, k, v, out, lse), off, scale, path
     run: BlockSparseRun | None = plan.prepared.get(layout)

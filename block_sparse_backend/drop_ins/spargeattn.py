@@ -77,7 +77,7 @@ def spas_sage2_attn_meansim_cuda(
     q, k, v = heads_first(tensor_layout, q, k, v)
     cdf = _of_heads("cdfthreshd", cdfthreshd, q.shape[1])
     likeness = _of_heads("simthreshd1", simthreshd1, q.shape[1])
-    choice = Choice(cdf, None, likeness, is_causal, attention_sink)
+    choice = Choice(cdf, None, likeness, bool(is_causal), bool(attention_sink))
     attend = _predicted if torch.compiler.is_compiling() else predicted_attention
     result = attend(q, k, v, choice, scale=scale, mode=mode)
     return _returned(result, tensor_layout, output_dtype, return_sparsity, return_lse)
@@ -112,7 +112,7 @@ def spas_sage2_attn_meansim_topk_cuda(
     q, k, v = heads_first(tensor_layout, q, k, v)
     share = _of_heads("topk", topk, q.shape[1])
     likeness = _of_heads("simthreshd1", simthreshd1, q.shape[1])
-    choice = Choice(None, share, likeness, is_causal, attention_sink)
+    choice = Choice(None, share, likeness, bool(is_causal), bool(attention_sink))
     attend = _predicted if torch.compiler.is_compiling() else predicted_attention
     result = attend(q, k, v, choice, scale=scale, mode=mode)
     return _returned(result, tensor_layout, output_dtype, return_sparsity, return_lse)

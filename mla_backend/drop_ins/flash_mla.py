@@ -74,6 +74,10 @@ def flash_mla_with_kvcache(
             "indices must be given: dense attention is not served here, where FlashMLA is faster"
         )
     expect_tensors(q=q, k_cache=k_cache, indices=indices)
+    optional = {"attn_sink": attn_sink, "topk_length": topk_length, "out": out,
+                "extra_k_cache": extra_k_cache, "extra_topk_length": extra_topk_length,
+                "extra_indices_in_kvcache": extra_indices_in_kvcache}  # fmt: skip
+    expect_tensors(**{name: x for name, x in optional.items() if x is not None})
     for name, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens),
                         ("num_splits", num_splits)):  # fmt: skip
         if value is not None:

@@ -163,6 +163,22 @@ def test_lengths_and_offsets_of_a_packed_batch(device: torch.device) -> None:
             intervals.ragged(*[torch.tensor(values)] * 2, 60, 60, 2, tokens=(90, 90), path="torch")
 
 
+def test_numbers_and_flags_that_are_tensors(seed: int, device: torch.device) -> None:
+    """Their values count, which no cache of calls may look at."""
+    q, k, v = inputs((2, 96, 64), (2, 96, 64), seed=seed, device=device)
+    for call in (
+        sageattention.sageattn,
+        functools.partial(spargeattn.spas_sage2_attn_meansim_topk_cuda, topk=1.0),
+    ):
+        for causal in (False, True, False):
+            for scale in (0.1, 0.5):
+                tensors = {"is_causal": torch.tensor(causal), "scale": torch.tensor(scale)}
+                want = call(q, k, v, is_causal=causal, scale=float(torch.tensor(scale)))
+                assert torch.equal(call(q, k, v, **tensors), want)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="scale must be positive and finite"):
+            call(q, k, v, scale=torch.tensor(math.nan))  # type: ignore[arg-type]
+
+
 def test_what_is_no_tensor_is_named(device: torch.device) -> None:
     q = inputs((2, 64, 64), (2, 64, 64), seed=0, device=device)[0]
     calls: list[Any] = [

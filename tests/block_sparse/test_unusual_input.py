@@ -226,3 +226,15 @@ def test_gradients_are_refused(device: torch.device) -> None:
             call()
         with pytest.raises(ValueError, match="no backward pass"):
             call()
+
+
+@both_paths
+@pytest.mark.parametrize("of", [0, 1, 2])
+def test_nan_is_not_quantised_away(device: torch.device, path: str, of: int) -> None:
+    """Of a query its row, of keys and values every row: integers gave plausible numbers."""
+    given = [x.clone() for x in inputs(device)]
+    given[of][0, 1, 40, 3] = torch.nan
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    out = quantised_attention(*given, plan, path=path)[0]
+    rows = out.isnan().any(-1)
+    assert not rows[0, 0].any() and rows[0, 1].sum() == (1 if of == 0 else 96)

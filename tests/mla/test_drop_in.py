@@ -37,6 +37,17 @@ def test_positions_of_arguments_are_flash_mlas() -> None:
     assert " ".join(found).startswith(names)
 
 
+def test_flash_mla_takes_a_scale_that_is_a_tensor_and_names_lists() -> None:
+    q = torch.randn(1, 1, 4, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cache, indices = torch.zeros(2, 64, 1, 584, dtype=torch.uint8), i32([3, 70], q.device)
+    options: dict[str, Any] = {"is_fp8_kvcache": True, "indices": indices[None, None]}
+    for scale in (torch.tensor(0.1), 0.1, torch.tensor(0.1)):  # the second failed
+        flash_mla_with_kvcache(q, cache, None, None, 512, softmax_scale=scale, **options)  # type: ignore[arg-type]
+    for name in ("attn_sink", "topk_length", "out"):
+        with pytest.raises(ValueError, match=rf"{name} must be a torch.Tensor, got list"):
+            flash_mla_with_kvcache(q, cache, None, None, 512, **options, **{name: [1]})
+
+
 def test_merge_states_is_attention_over_the_union(where: torch.device, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(n, 48, generator=generator) for n in (6, 90, 90))
