@@ -40,6 +40,9 @@ def sageattn(
     mode: SageMode = DEFAULT_MODE,
     *,
     smooth_k: bool = True,
+    smooth_v: bool = False,
+    qk_quant_gran: Groups = "per_thread",
+    pv_accum_dtype: str = "fp32+fp16",
     query: Tensor | None = None,
     key: Tensor | None = None,
     value: Tensor | None = None,
@@ -62,7 +65,7 @@ def sageattn(
         sm_scale: default 1 / sqrt(D).
         return_lse: return the natural LSE [B, H, M] too.
         mode: how the inputs are quantised.
-        smooth_k: without effect.
+        smooth_k, smooth_v, qk_quant_gran, pv_accum_dtype: without effect.
         query, key, value: torch's names for ``q``, ``k`` and ``v``.
         attn_mask, dropout_p: must be ``None`` and 0.
         scale: torch's name for ``sm_scale``.
@@ -72,6 +75,7 @@ def sageattn(
         ValueError: an argument is not as described.
     """
     refuse_mask(attn_mask, dropout_p)
+    _check_groups(qk_quant_gran)
     if sm_scale is not None and scale is not None:
         raise ValueError(f"only one of sm_scale and scale may be given, got {sm_scale} and {scale}")
     q, k, v = (_one("q", q, "query", query), _one("k", k, "key", key), _one("v", v, "value", value))
@@ -126,6 +130,9 @@ def sageattn_varlen(
     is_causal: bool = False,
     sm_scale: float | None = None,
     smooth_k: bool = True,
+    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """``sageattn`` of each sequence of a packed batch, in one launch.
 
@@ -134,6 +141,7 @@ def sageattn_varlen(
         cu_seqlens_q, cu_seqlens_k: [S + 1], where sequences begin and end.
         max_seqlen_q, max_seqlen_k: no sequence is longer. A tensor on a GPU is read for it.
         smooth_k: without effect.
+        attn_mask, dropout_p: must be ``None`` and 0.
 
     Returns:
         [tokens, H, D]; 0 for a sequence without keys.
@@ -141,6 +149,7 @@ def sageattn_varlen(
     Raises:
         ValueError: an argument is not as described.
     """
+    refuse_mask(attn_mask, dropout_p)
     expect_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_shape(name, x, ("tokens", "heads", "D"))
@@ -204,7 +213,11 @@ def _qk_int8_cuda(
     smooth_k: bool = True,
     smooth_v: bool = False,
     return_lse: bool = False,
+    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> Result:
+    refuse_mask(attn_mask, dropout_p)
     _check_groups(qk_quant_gran)
     mode = SageMode(fp8_values)
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
@@ -226,9 +239,13 @@ def sageattn_qk_int8_pv_fp16_triton(
     sm_scale: float | None = None,
     smooth_k: bool = True,
     return_lse: bool = False,
+    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> Result:
     """``sageattn`` with values in 16 bits, and a scale for each query where the original has one
     for 128."""
+    refuse_mask(attn_mask, dropout_p)
     mode = SageMode(fp8_values=False)
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
 

@@ -118,9 +118,10 @@ def test_sparge_parts_compiled_code_once(name: str, seed: int, device: torch.dev
 def test_kernels_by_name(
     name: str, names: str, error: float, seed: int, device: torch.device
 ) -> None:
-    """SageAttention 2.2's parameters in its order, called as diffusers does."""
+    """SageAttention 2.2's parameters in its order, called as diffusers and as ComfyUI's nodes do."""
     call = getattr(sageattention, "sageattn_" + name)
-    found = " ".join(inspect.signature(call).parameters)
+    parameters = inspect.signature(call).parameters.values()
+    found = " ".join(x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD)
     backend = " quantization_backend" if "triton" in name else ""
     assert found == f"q k v tensor_layout{backend} is_causal {names}"
     q, k, v = inputs((4, 70, 64), (2, 70, 64), seed=seed, device=device)
@@ -130,6 +131,14 @@ def test_kernels_by_name(
         q=q, k=k, v=v, tensor_layout="NHD", is_causal=True, sm_scale=0.2, return_lse=True
     )
     assert relative_error(out.transpose(1, 2), want) < error and lse.shape == (1, 4, 70)
+    options: dict[str, Any] = {"is_causal": True, "tensor_layout": "NHD", "sm_scale": 0.2}
+    if "triton" not in name:
+        options["pv_accum_dtype"] = "fp32"
+    assert torch.equal(call(q, k, v, attn_mask=None, **options), out)
+    with pytest.raises(ValueError, match="attn_mask must be None"):
+        call(q, k, v, attn_mask=causal_seen(70, 70), **options)
+    with pytest.raises(ValueError, match="dropout_p must be 0"):
+        call(q, k, v, dropout_p=0.5, **options)
 
 
 def test_sequences_of_a_packed_batch(seed: int, device: torch.device) -> None:
