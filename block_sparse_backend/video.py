@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from block_sparse_backend.plan import kept
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice
 from block_sparse_backend.plan.predicted import predict
-from block_sparse_backend.plan.sliding_tile import EvenWindows, sliding_tile
+from block_sparse_backend.plan.sliding_tile import EvenWindows, check_windows, sliding_tile
 from block_sparse_backend.plan.token_order import Box, TileOrder, tile_order
 from block_sparse_backend.sage import predicted_attention, quantised_attention
 from block_sparse_backend.selection import default_blocks, default_blocks_int8
@@ -74,11 +74,10 @@ class VideoAttention:
             raise ValueError(f"eight_bit must be True or False, got {self.eight_bit!r}")
         if not isinstance(self.topk, float | int) or not 0.0 < self.topk <= 1.0:
             raise ValueError(f"topk must be a number above 0 and at most 1, got {self.topk!r}")
-        if self.even_windows not in (None, *get_args(EvenWindows)):
-            raise ValueError(f'even_windows must be "wide" or "exact", got {self.even_windows!r}')
         if not isinstance(self.windows, list | tuple) or not self.windows:
             raise ValueError(f"windows must be a tuple of (t, h, w), got {self.windows!r}")
         keep("windows", tuple(_box("each of windows", window) for window in self.windows))
+        check_windows(self.windows, self.even_windows)
         values = [getattr(self, field.name) for field in fields(self)]
         keep("_text", repr(values))  # which another process can read too
 

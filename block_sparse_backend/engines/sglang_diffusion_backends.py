@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from backend_core.strict import fallback
 from block_sparse_backend.engines.sglang_diffusion import MAX_HEAD_SIZE
+from block_sparse_backend.plan.sliding_tile import check_windows
 from block_sparse_backend.plan.token_order import Box
 from block_sparse_backend.video import VideoAttention
 
@@ -233,6 +234,8 @@ class SlidingTileImpl(_Impl):
     def prepare(self) -> None:
         self.windows = windows_of(self.config.get("windows", (3, 3, 3)))
         self.tile = box("tile", self.config.get("tile", TILE))
+        self.even_windows = self.config.get("even_windows")
+        check_windows(self.windows, self.even_windows)
 
     def serves(self, query: Tensor, key: Tensor, metadata: AttentionMetadata | None) -> bool:
         """Fewer tokens than the video has are text's alone, and a layer's name says what is of
@@ -258,7 +261,7 @@ class SlidingTileImpl(_Impl):
             canvas=metadata.canvas,
             tile=self.tile,
             windows=_of_rank(windows, heads),
-            even_windows=self.config.get("even_windows"),
+            even_windows=self.even_windows,
         )
 
 

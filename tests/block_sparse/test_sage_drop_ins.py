@@ -118,7 +118,7 @@ def test_sparge_parts_compiled_code_once(name: str, seed: int, device: torch.dev
 def test_kernels_by_name(
     name: str, names: str, error: float, seed: int, device: torch.device
 ) -> None:
-    """SageAttention 2.2's parameters in its order, called as diffusers and as ComfyUI's nodes do."""
+    """SageAttention 2.2's parameters in its order, called as diffusers and ComfyUI's nodes do."""
     call = getattr(sageattention, "sageattn_" + name)
     parameters = inspect.signature(call).parameters.values()
     found = " ".join(x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD)

@@ -75,6 +75,8 @@ def test_settings_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=f"{name} must be"):
             VideoAttention("predicted", **{name: wrong})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"even_windows must be .* for the window \(2, 3, 3\)"):
+        VideoAttention("sliding_tile", canvas=(2, 2, 2), windows=((2, 3, 3),))
     with pytest.raises(ValueError, match=r"k must be a torch.Tensor, got list"):
         VideoAttention()(x, x.tolist(), x)  # type: ignore[arg-type]
     for windows in ((), (3, 3, 3), "333"):

@@ -215,6 +215,8 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
     for name, config, message in (
         ("sparge_attn", "topk=0", "topk must be above 0 and at most 1, got 0.0"),
         ("sliding_tile_attn", "windows=3", "windows must be one .* or a list of them, got 3"),
+        ("sliding_tile_attn", '{"windows": [2, 3, 3]}', "even_windows must be .* for the window"),
+        ("sliding_tile_attn", "even_windows=odd", 'must be "wide" or "exact", got .odd'),
     ):
         with server(tmp_path, name, config), pytest.raises(ValueError, match=message):
             LocalAttention(2, 64, compute_dtype=torch.bfloat16)
