@@ -21,7 +21,7 @@ from rich.table import Table
 from backend_cli.errors import BadInputError, CliError
 from backend_cli.families import no_gpu
 from backend_cli.files import check_writable, read_json
-from backend_cli.terminal import Bar, plain_console
+from backend_cli.terminal import Bar, hidden, plain_console
 from backend_core.family import families
 from backend_core.target import detect_target
 
@@ -114,7 +114,7 @@ def _run(script: Path, output: Path, arguments: list[str], bar: Bar) -> None:
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                bar.print(line.rstrip())
+                bar.print(hidden(line.rstrip()))
                 lines += 1
                 bar.update(note=f"{lines} lines")
             code = process.wait()

@@ -42,26 +42,31 @@ def visible(text: str) -> str:
 
 
 _LOGIN = re.compile(r"(?<=://)\S*@")
-_AUTHORIZATION = re.compile(r"(authorization\W+(?:bearer|basic)\s+)[^\s\"'>,}]+", re.IGNORECASE)
+_HEADER = re.compile(
+    r"(authorization\W+(?:bearer|basic)\s+|x-api-key\W+)[^\s\"'>,}]+", re.IGNORECASE
+)
+_KEYS = ("OPENAI_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""Environment variables that hold one."""
 
 
 def hidden(text: str, *secrets: str) -> str:
-    """``text`` with ``***`` for secrets: those given, ``OPENAI_API_KEY``, the user and password of
-    a URL, and what stands in a header of authorization."""
-    for secret in (*secrets, os.environ.get("OPENAI_API_KEY", "").strip()):
+    """``text`` with ``***`` for secrets: those given, keys of the environment (``OPENAI_API_KEY``
+    and others), the user and password of a URL, and what stands in a header of authorization."""
+    for secret in (*secrets, *(os.environ.get(name, "").strip() for name in _KEYS)):
         if secret:
             text = text.replace(secret, "***")
-    return _AUTHORIZATION.sub(r"\1***", _LOGIN.sub("***@", text))
+    return _HEADER.sub(r"\1***", _LOGIN.sub("***@", text))
 
 
-_SECRET_OPTIONS = re.compile(
-    r"(--[\w-]*(?:api[-_]key|hf[-_]token|password)[=\s]+)(?:(?!--)\S+(?:\s+|$))+", re.IGNORECASE
-)
+_SECRET = r"(?:api[-_]?k|access[-_]?key|password|secret|(?<![a-z])token(?=[=\s\"']))[\w.-]*"
+_OPTIONS = re.compile(rf"(--[\w.-]*{_SECRET}[=\s]+)\S+\s*(?:(?!--)\S+(?:\s+|$))*", re.IGNORECASE)
+_ENTRIES = re.compile(rf"(\"[\w.-]*{_SECRET}\"\s*:\s*)\"(?:\\.|[^\"\\])*\"", re.IGNORECASE)
 
 
 def shown_command(command: str) -> str:
-    """A server's command line or flags as `hidden` shows them, and ``***`` for keys in options."""
-    return _SECRET_OPTIONS.sub(r"\1*** ", hidden(command)).strip()
+    """A server's command line or flags as `hidden` shows them, and ``***`` for keys in options and
+    in JSON."""
+    return _OPTIONS.sub(r"\1*** ", _ENTRIES.sub(r'\1"***"', hidden(command))).strip()
 
 
 class Bar:

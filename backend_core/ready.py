@@ -86,17 +86,20 @@ class _Leaf(NamedTuple):
     """The values seen for one argument, or for one element of a tuple.
 
     Attributes:
-        tensor, other: a tensor has; something else has.
+        tensor, other: a tensor has; something else has, ``None`` included.
+        value: something has that is neither.
         again: the tensor before it has come again, for instance a pool that is read and written.
     """
 
     tensor: bool = False
     other: bool = False
+    value: bool = False
     again: bool = False
 
     def and_of(self, x: object, is_tensor: bool, before: object) -> _Leaf:
         again = self.again or (is_tensor and x is before)
-        return _Leaf(self.tensor or is_tensor, self.other or not is_tensor, again)
+        value = self.value or not (is_tensor or x is None)
+        return _Leaf(self.tensor or is_tensor, self.other or not is_tensor, value, again)
 
 
 _Layout: TypeAlias = "list[_Leaf | list[_Leaf]]"
@@ -147,9 +150,12 @@ def _signature_function(layout: _Layout) -> Callable[..., Hashable]:
             facts.append(_facts(element, one, before))
     names = ", ".join(f"x{position}" for position in range(len(layout)))
     source = "\n".join((f"def signature({names}):", *lines, f"    return ({', '.join(facts)},)"))
-    scope: dict[str, Callable[..., Hashable]] = {}
+    from torch import Tensor
+
+    scope: dict[str, Any] = {"Tensor": Tensor}
     exec(source, scope)
-    return scope["signature"]
+    found: Callable[..., Hashable] = scope["signature"]
+    return found
 
 
 def _facts(name: str, leaf: _Leaf, before: str) -> str:
@@ -161,6 +167,8 @@ def _facts(name: str, leaf: _Leaf, before: str) -> str:
     text = f"{name}.shape, {name}.stride(), {name}.dtype, {device}"
     if leaf.again:
         text = f"'again' if {name} is {before} else ({text})"
+    if leaf.value:
+        return f"({text}) if isinstance({name}, Tensor) else {name}"
     if leaf.other:
         text = f"None if {name} is None else ({text})"
     return text

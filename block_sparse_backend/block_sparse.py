@@ -8,7 +8,12 @@ from torch import Tensor
 from backend_core.contracts import check_scale
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.ready import layout_of
-from block_sparse_backend.contract import BlockSparseInputs, check_block_sparse, empty_output
+from block_sparse_backend.contract import (
+    BlockSparseInputs,
+    check_block_sparse,
+    empty_output,
+    refuse_gradients,
+)
 from block_sparse_backend.dense16 import BlockSparsePath, BlockSparseRun
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.selection import selection_for
@@ -51,6 +56,8 @@ def block_sparse_attention(
     """
     if is_elsewhere(q):
         return run_there(q, block_sparse_attention, locals())
+    refuse_gradients(q, k, v)
+    scale = None if scale is None else float(scale)
     off = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     layout = layout_of(q, k, v, out, lse), off, scale, path
     run: BlockSparseRun | None = plan.prepared.get(layout)

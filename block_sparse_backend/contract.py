@@ -39,6 +39,35 @@ class BlockSparseInputs:
         return self.scale * LOG2_E
 
 
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether torch would record a call with these tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """
+    Raises:
+        ValueError: torch would record the call, which nothing here differentiates.
+    """
+    if needs_gradient(q, k, v):
+        raise ValueError("block_sparse_backend has no backward pass: call it under torch.no_grad()")
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the kernels' descriptors can read a [B, H, L, D] view of 16-bit numbers."""
+    strides = x.stride()
+    return (
+        (strides[3] == 1 or x.shape[3] == 1)
+        and not x.data_ptr() % 16
+        and not any(s % 8 for s, n in zip(strides[:3], x.shape, strict=False) if n > 1)
+    )
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return x, or a copy where x is not readable."""
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def empty_output(q: Tensor, dv: int) -> Tensor:
     """[B, H, M, DV] in the memory order of ``q``: [B, M, H, DV] where q is stored so."""
     b, h, m, _ = q.shape
@@ -110,9 +139,7 @@ def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
     if dims not in HEAD_DIMS:
         raise ValueError(f"head sizes (D, DV) must be one of {sorted(HEAD_DIMS)}, got {dims}")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.data_ptr() % 16 or any(
-            s % 8 for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1
-        ):
+        if not is_readable(x):
             raise ValueError(
                 f"{name} must have its address and strides in multiples of 16 bytes, got strides "
                 f"{x.stride()}"

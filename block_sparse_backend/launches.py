@@ -31,4 +31,10 @@ def options(params: TritonParams) -> dict[str, object]:
 
 def descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """A descriptor of a [B, H, L, D] view: any strides, so both engines' layouts without a copy."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, *block])
+    return TensorDescriptor(x, list(x.shape), strides(x), [1, 1, *block])
+
+
+def strides(x: Tensor) -> list[int]:
+    """The strides of a readable view (``contract.is_readable``). A dimension of one element has
+    none to speak of, yet a descriptor wants a multiple of 16 bytes there."""
+    return [-(-stride // 8) * 8 for stride in x.stride()[:3]] + [1]

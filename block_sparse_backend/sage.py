@@ -17,6 +17,7 @@ from block_sparse_backend.contract import (
     check_quantised_plan,
     check_tensors,
     empty_output,
+    refuse_gradients,
 )
 from block_sparse_backend.dense8 import Attend
 from block_sparse_backend.masks import Mask
@@ -69,7 +70,8 @@ def quantised_attention(
     """
     if is_elsewhere(q):
         return run_there(q, quantised_attention, locals())
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    refuse_gradients(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     layout = layout_of(q, k, v, out), scale, mode, path
     paths: _Paths | None = plan.prepared.get(layout)
     if paths is None:
@@ -171,10 +173,11 @@ def packed_attention(
     """
     if is_elsewhere(q):
         return run_there(q, packed_attention, locals())
+    refuse_gradients(q, k, v)
     check_tensors(q, k, v, None, None)
     expect_shape("q", q, (1, "H", "T", "D"))
     expect_device("cu_seqlens_q", cu_seqlens_q, q.device)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     check_scale(scale)
     out = torch.zeros_like(q)
     most = [min(n, x.shape[2]) for n, x in zip(lengths, (q, k), strict=True)]
@@ -232,7 +235,8 @@ def predicted_attention(
     """
     if is_elsewhere(q):
         return run_there(q, predicted_attention, locals())
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    refuse_gradients(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     predict, paths = _prepared_prediction(q, k, v, out, choice.kind, scale, mode, blocks, path)
     choice.check_heads(q.shape[1])
     x, pooled = paths.quantise(q, k, v, scale, None)

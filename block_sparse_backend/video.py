@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend_core.contracts import expect_device, expect_shape
+from backend_core.contracts import expect_device, expect_shape, expect_tensors
 from backend_core.launch.streams import is_capturing
 from block_sparse_backend.block_sparse import block_sparse_attention
+from block_sparse_backend.contract import readable
 from block_sparse_backend.plan import kept
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice
 from block_sparse_backend.plan.predicted import predict
-from block_sparse_backend.plan.sliding_tile import EvenWindows, sliding_tile
+from block_sparse_backend.plan.sliding_tile import EvenWindows, check_windows, sliding_tile
 from block_sparse_backend.plan.token_order import Box, TileOrder, tile_order
 from block_sparse_backend.sage import predicted_attention, quantised_attention
 from block_sparse_backend.selection import default_blocks, default_blocks_int8
@@ -34,8 +35,9 @@ MAX_HEAD_SIZE = {True: 128, False: 256}
 class VideoAttention:
     """Attention of [B, L, H, D] tensors; plans are made once for each shape, and serve all streams.
 
-    Lists are taken for tuples. Heads of other sizes than the kernels have are filled with zeros.
-    It can be captured in a CUDA graph; sliding tiles after a call of the same shape.
+    Tensors whose strides kernels cannot read are copied. Lists are taken for tuples. Heads of other
+    sizes than the kernels have are filled with zeros. It can be captured in a CUDA graph; sliding
+    tiles after a call of the same shape.
 
     Attributes:
         kind: ``"dense"``; ``"predicted"``, the blocks that SpargeAttn's prediction keeps; or
@@ -68,9 +70,14 @@ class VideoAttention:
         keep = functools.partial(object.__setattr__, self)
         keep("canvas", None if self.canvas is None else _box("canvas", self.canvas))
         keep("tile", _box("tile", self.tile))
+        if not isinstance(self.eight_bit, bool):
+            raise ValueError(f"eight_bit must be True or False, got {self.eight_bit!r}")
+        if not isinstance(self.topk, float | int) or not 0.0 < self.topk <= 1.0:
+            raise ValueError(f"topk must be a number above 0 and at most 1, got {self.topk!r}")
         if not isinstance(self.windows, list | tuple) or not self.windows:
             raise ValueError(f"windows must be a tuple of (t, h, w), got {self.windows!r}")
         keep("windows", tuple(_box("each of windows", window) for window in self.windows))
+        check_windows(self.windows, self.even_windows)
         values = [getattr(self, field.name) for field in fields(self)]
         keep("_text", repr(values))  # which another process can read too
 
@@ -98,12 +105,15 @@ class VideoAttention:
         return None
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        expect_tensors(q=q, k=k, v=v)
         expect_device("k", k, q.device)
         expect_device("v", v, q.device)
         for name, x in (("q", q), ("k", k), ("v", v)):
             expect_shape(name, x, ("B", "L", "H", "D"))
         if why := self.refusal(q, k, v):
             raise ValueError(why)
+        if not q.numel():
+            return q.new_empty(*q.shape[:3], v.shape[3])
         d, dv = q.shape[3], v.shape[3]
         scale = d**-0.5 if scale is None else scale
         size = next((n for n in HEAD_SIZES if n >= max(d, dv)), 0)
@@ -114,6 +124,7 @@ class VideoAttention:
         return self._served(q, k, v, scale)
 
     def _served(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, k, v = (readable(x) for x in (q, k, v))
         if self.kind == "sliding_tile":
             return self._tiles(q, k, v, scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -132,7 +143,7 @@ class VideoAttention:
         assert self.canvas is not None
         b, length, h, _ = q.shape
         tokens = self.canvas[0] * self.canvas[1] * self.canvas[2]
-        if q.shape[:3] != k.shape[:3] or length < tokens:
+        if q.shape[:2] != k.shape[:2] or length < tokens:
             raise ValueError(
                 f"sliding tiles are of self-attention over at least {tokens} tokens, got queries "
                 f"{list(q.shape)} and keys {list(k.shape)}"

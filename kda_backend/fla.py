@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from backend_core.contracts import expect_tensors
 from kda_backend.contract.values import LOG_DECAY, GateSpec, StateRef, TokenInputs
 from kda_backend.operators import kda_prefill, kda_recurrent
 from kda_backend.spec import CHUNK, Beta
@@ -101,6 +102,7 @@ def typed_values(call: Mapping[str, Any], v_first: bool) -> tuple[TokenInputs, G
     Raises:
         ValueError: options that are not served, or that contradict one another.
     """
+    _expect_tensors(call)
     chunk_size, uses_gate = call["chunk_size"], call["use_gate_in_kernel"]
     if call["cp_context"] is not None:
         raise ValueError("cp_context must be None (context parallelism is for training)")
@@ -189,6 +191,7 @@ def fused_recurrent_kda(
         ValueError: an input is not as described; nothing has been written then.
         LookupError: no path serves this shape on this device.
     """
+    _expect_tensors(locals())
     beta_kind = _beta_kind(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     v_first = _v_first(state_v_first, transpose_state_layout)
     o, final_state, _ = kda_recurrent(
@@ -200,6 +203,14 @@ def fused_recurrent_kda(
         cu_seqlens,
     )
     return o, final_state
+
+
+def _expect_tensors(call: Mapping[str, Any]) -> None:
+    """Refuse lists and arrays in place of tensors, which other checks would call shapeless."""
+    expect_tensors(**{name: call[name] for name in ("q", "k", "v", "g", "beta")})
+    for name in ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"):
+        if (given := call.get(name)) is not None:
+            expect_tensors(**{name: given})
 
 
 def _beta_kind(use_beta_sigmoid: bool, allow_neg_eigval: bool) -> Beta:

@@ -84,7 +84,7 @@ def mla_decode(
     """
     if is_elsewhere(plan.lengths):
         return run_there(plan.lengths, mla_decode, locals())
-    spec, prefix = selection.spec, plan.prefix
+    spec, prefix, scale = selection.spec, plan.prefix, float(scale)
     q, kv = (q_latent, q_rope), (kv_latent, kv_rope)
     heads = None if prefix is None else prefix.num_heads
     step = (plan.lengths, plan.query_tokens, heads)

@@ -80,6 +80,7 @@ def sparse_mla(
     """
     if is_elsewhere(q):
         return run_there(q, sparse_mla, locals())
+    scale = float(scale)  # a tensor is no part of what calls agree in
     extra_rows = None if extra is None else (extra.cache, extra.indices, extra.lengths)
     tensors = (q, (rows.cache, rows.indices, rows.lengths), extra_rows, sinks)
     run, layout = _ready(selection, *tensors, out, lse, scale, splits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -98,24 +99,35 @@ class KeptAnswers:
         return text
 
     def _append(self, line: dict[str, Any]) -> None:
-        is_new = not self.path.exists()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                lines = [self._header, line] if is_new else [line]
-                file.write("".join(f"{json.dumps(x)}\n" for x in lines))
+            with self.path.open("ab", buffering=0) as file:
+                before = file.tell()
+                lines = [line] if before else [self._header, line]
+                text = "".join(f"{json.dumps(x)}\n" for x in lines).encode()
+                try:
+                    if file.write(text) != len(text):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                except OSError:  # of a full disk: what comes next must not follow half a line
+                    file.truncate(before)
+                    raise
         except OSError as error:
             raise BadInputError(f"cannot write {self.path}: {error.strerror}") from error
 
     def _read(self) -> dict[str, str | None]:
         """The answers in the file, which is removed where they are another server's."""
         text = read_by(lambda path: read_text(path, RESULT_BYTES), self.path, "kept answers")
+        if json.dumps(self._header).startswith(text):  # an interrupt came before the first answer
+            self.path.unlink()
+            return {}
         whole = text.rpartition("\n")[0].split("\n")  # an interrupt may have cut the last line
         try:
             header, *lines = map(parse_json, whole)
             if header["format"] != FORMAT:
                 raise ValueError
             kept = {str(line["request"]): line["text"] for line in lines}
+            if not all(text is None or isinstance(text, str) for text in kept.values()):
+                raise ValueError
         except (ValueError, KeyError, TypeError):
             raise BadInputError(
                 f"{self.path} must hold answers that eval kept ({FORMAT!r}): remove it, or name "
@@ -133,5 +145,5 @@ class KeptAnswers:
             self.path.unlink()
             return {}
         if len(whole) and not text.endswith("\n"):
-            self.path.write_text("\n".join(whole) + "\n", encoding="utf-8")
+            os.truncate(self.path, len(text.rpartition("\n")[0].encode()) + 1)
         return kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,9 +54,10 @@ def compare(
 def compare_records(
     first: dict[str, Any], second: dict[str, Any], rule: str | None
 ) -> dict[str, Any]:
-    """``rule``, ``questions`` (how many), ``accuracy_a`` and ``accuracy_b``, ``only_a`` and
-    ``only_b`` (how many only that run answered rightly), ``p_value``, ``differ`` and ``changed``
-    (``question``, ``expected``, ``answer_a``, ``answer_b``, ``right_a``, ``right_b``).
+    """``rule``, ``settings`` (A's and B's of those that differ), ``questions`` (how many),
+    ``accuracy_a`` and ``accuracy_b``, ``only_a`` and ``only_b`` (how many only that run answered
+    rightly), ``p_value``, ``differ`` and ``changed`` (``question``, ``expected``, ``answer_a``,
+    ``answer_b``, ``right_a``, ``right_b``).
 
     Raises:
         BadInputError: the records are of different tasks or questions, or lack the rule.
@@ -68,7 +70,7 @@ def compare_records(
     rule = rule or (common[0] if common else "any")
     if rule not in common:
         raise BadInputError(f"--rule must be one of {', '.join(common) or 'none'}, got {rule}")
-    a, b = ({q["id"]: q for q in record["questions"]} for record in (first, second))
+    a, b = (_by_id(record["questions"]) for record in (first, second))
     if a.keys() != b.keys():
         raise BadInputError(
             f"both results must be over the same questions, got {len(a)} and {len(b)} with "
@@ -78,8 +80,15 @@ def compare_records(
     only_a = sum(x and not y for _, _, x, y in pairs)
     only_b = sum(y and not x for _, _, x, y in pairs)
     p_value = mcnemar(only_a, only_b)
+    settings = [record.get("settings") for record in (first, second)]
+    ours, theirs = (x if isinstance(x, dict) else {} for x in settings)
     return {
         "rule": rule,
+        "settings": {
+            key: [ours.get(key), theirs.get(key)]
+            for key in {**ours, **theirs}
+            if ours.get(key) != theirs.get(key)
+        },
         "questions": len(pairs),
         "accuracy_a": sum(x for _, _, x, _ in pairs) / max(1, len(pairs)),
         "accuracy_b": sum(y for _, _, _, y in pairs) / max(1, len(pairs)),
@@ -103,8 +112,22 @@ def compare_records(
     }
 
 
+def _by_id(questions: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """The questions by ``id`` and a count of those before them that have the same: data may hold a
+    question more than once."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for question in questions:
+        found[question["id"], seen[question["id"]]] = question
+        seen[question["id"]] += 1
+    return found
+
+
 def _print(report: dict[str, Any], show: int) -> None:
     console = plain_console(soft_wrap=False)
+    for name, (ours, theirs) in report["settings"].items():
+        line = f"the runs had other settings: {name} {ours} in A and {theirs} in B"
+        console.print(visible(line), soft_wrap=True)
     changed = report["changed"][:show]
     if changed:
         table = Table("question", "expected", "A", "B", box=None, pad_edge=False)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from backend_cli.errors import BadInputError
 from backend_cli.terminal import hidden
@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 RETRY_SECONDS = (1.0, 4.0, 16.0)
 """Before each further try of a completion that failed as a server that is busy or restarts does."""
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
-_ERROR_BYTES, _ERROR_CHARS = 1 << 16, 1000
+_ERROR_BYTES, _ERROR_CHARS, _SECRET_BYTES = 1 << 16, 1000, 4096
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Endpoint:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base_url + path, data, self._headers())
         try:
-            with _OPENER.open(request, timeout=self.timeout) as response:
+            with self._open(request) as response:
                 answer = read_answer(response, ANSWER_BYTES, self.timeout)
                 if response.length:  # bytes that were promised: the server ended meanwhile
                     raise http.client.IncompleteRead(answer, response.length)
@@ -174,7 +174,7 @@ class Endpoint:
             if error.code == 404 and body is None:
                 raise NotThereError(f"{self.base_url} has no {path}") from None
             kind = PassingError if error.code in _PASSING else BadInputError
-            said = self._hidden(_said(_begin_of(error)))
+            said = self._hidden(_said(_begin_of(error, self.timeout)))
             raise kind(f"{self.base_url}{path} answered {error.code}: {said}") from None
         except ValueError as error:
             said = self._hidden(str(error))
@@ -182,6 +182,16 @@ class Endpoint:
         except (OSError, http.client.HTTPException) as error:
             reason = self._hidden(str(getattr(error, "reason", None) or error))
             raise PassingError(f"no answer from a server at {self.base_url}: {reason}") from None
+
+    def _open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        try:
+            response: http.client.HTTPResponse = _OPENER.open(request, timeout=self.timeout)
+        except (ValueError, http.client.InvalidURL):  # the text may have a proxy's password
+            raise BadInputError(
+                f"{self.base_url} cannot be asked: it, or the proxy of http_proxy or https_proxy,"
+                " is no address"
+            ) from None
+        return response
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
@@ -197,26 +207,36 @@ class Endpoint:
         return headers
 
     def _hidden(self, text: str) -> str:
-        """Text of the server without the secrets that only this side may know."""
+        """Text of the server, in one line of bounded length, without the secrets that only this
+        side may know. A user without a password is one."""
         login = self.login or ""
-        return hidden(text, login.partition(":")[2], base64.b64encode(login.encode()).decode())
+        user, _, password = login.partition(":")
+        secret = password or user
+        coded = base64.b64encode(login.encode()).decode()
+        shown = hidden(text, secret, quote(secret), quote(secret, safe=""), coded)
+        return " ".join(shown.split())[:_ERROR_CHARS]
 
 
-def _begin_of(error: urllib.error.HTTPError) -> bytes:
-    """The first bytes of an error's answer; empty if the server ends before it."""
+def _begin_of(error: urllib.error.HTTPError, seconds: float) -> bytes:
+    """The begin of an error's answer, as far as the server sends it within ``seconds``."""
+    deadline, body = time.monotonic() + seconds, b""
     try:
-        return error.read(_ERROR_BYTES)
+        while len(body) < _ERROR_BYTES and time.monotonic() < deadline:
+            if not (part := error.read1(_ERROR_BYTES)):
+                return body
+            body += part
     except (OSError, http.client.HTTPException):
-        return b""
+        return body
+    return body[:-_SECRET_BYTES]  # where it is cut a secret may be
 
 
 def _said(body: bytes) -> str:
-    """An error's sentence, or the begin of its text where that has none."""
+    """An error's sentence, or its text where that has none."""
     try:
         said = _reason(json.loads(body))
     except (ValueError, RecursionError):
         said = None
-    return " ".join((said or body.decode(errors="replace")).split())[:_ERROR_CHARS]
+    return said or body.decode(errors="replace")
 
 
 def _reason(answer: Any) -> str | None:
@@ -225,7 +245,7 @@ def _reason(answer: Any) -> str | None:
         answer = next(
             (answer[key] for key in ("error", "message", "detail") if answer.get(key)), None
         )
-    return None if answer is None else " ".join(str(answer).split())[:_ERROR_CHARS]
+    return None if answer is None else str(answer)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,18 @@ def record_text(record: Any) -> str:
 
 
 def write_record(path: Path, record: Any) -> None:
-    """Write `record_text` to a file, whose folder is made where there is none."""
+    """Write `record_text` to a file, whose folder is made where there is none. A run that ends in
+    the middle of it leaves the record before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(record_text(record), encoding="utf-8")
+    if path.exists() and not path.is_file():  # a device or a pipe, which stays one
+        path.write_text(record_text(record), encoding="utf-8")
+        return
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(record_text(record), encoding="utf-8")
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _rounded(value: Any) -> Any:

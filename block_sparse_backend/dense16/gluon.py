@@ -16,6 +16,7 @@ from backend_core.target import Target
 from block_sparse_backend.contract import BlockSparseInputs
 from block_sparse_backend.dense16 import BlockSparsePath, of_kernel
 from block_sparse_backend.kernels.sm90.block_sparse import block_sparse_sm90_kernel
+from block_sparse_backend.launches import strides
 from block_sparse_backend.spec import BlockSparseSpec
 
 _STAGES = 2
@@ -62,7 +63,7 @@ def bind(row: Row, spec: BlockSparseSpec, target: Target) -> BlockSparsePath:
 
 def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     layout = _layout(block, x.dtype)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, *block], layout)
+    return TensorDescriptor(x, list(x.shape), strides(x), [1, 1, *block], layout)
 
 
 @functools.cache

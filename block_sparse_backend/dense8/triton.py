@@ -9,6 +9,7 @@ from torch import Tensor
 from backend_core.launch.triton import KernelLaunch
 from backend_core.tables.schema import Row
 from backend_core.target import Target
+from block_sparse_backend.contract import readable
 from block_sparse_backend.dense8 import Attend
 from block_sparse_backend.kernels import block_sparse_int8 as kernels
 from block_sparse_backend.launch_params import TritonParams
@@ -30,7 +31,7 @@ def bind(row: Row, spec: QuantisedSpec, target: Target) -> Attend:
             (len(plan.work), 1, 1),
             q_desc=descriptor(x.q, (bm, d)),
             k_desc=descriptor(x.k, (bn, d)),
-            v_desc=descriptor(x.v, block_v),
+            v_desc=descriptor(x.v if x.v_scale is not None else readable(x.v), block_v),
             out_ptr=out,
             lse_ptr=lse,
             q_scale_ptr=x.q_scale,

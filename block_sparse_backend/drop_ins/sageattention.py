@@ -10,12 +10,13 @@ taken and change nothing.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_device, expect_shape
+from backend_core.contracts import expect_device, expect_shape, expect_tensors
 from block_sparse_backend.contract import empty_output
 from block_sparse_backend.plan import kept
 from block_sparse_backend.sage import packed_attention, quantised_attention
@@ -39,6 +40,9 @@ def sageattn(
     mode: SageMode = DEFAULT_MODE,
     *,
     smooth_k: bool = True,
+    smooth_v: bool = False,
+    qk_quant_gran: Groups = "per_thread",
+    pv_accum_dtype: str = "fp32+fp16",
     query: Tensor | None = None,
     key: Tensor | None = None,
     value: Tensor | None = None,
@@ -61,7 +65,7 @@ def sageattn(
         sm_scale: default 1 / sqrt(D).
         return_lse: return the natural LSE [B, H, M] too.
         mode: how the inputs are quantised.
-        smooth_k: without effect.
+        smooth_k, smooth_v, qk_quant_gran, pv_accum_dtype: without effect.
         query, key, value: torch's names for ``q``, ``k`` and ``v``.
         attn_mask, dropout_p: must be ``None`` and 0.
         scale: torch's name for ``sm_scale``.
@@ -71,6 +75,7 @@ def sageattn(
         ValueError: an argument is not as described.
     """
     refuse_mask(attn_mask, dropout_p)
+    _check_groups(qk_quant_gran)
     if sm_scale is not None and scale is not None:
         raise ValueError(f"only one of sm_scale and scale may be given, got {sm_scale} and {scale}")
     q, k, v = (_one("q", q, "query", query), _one("k", k, "key", key), _one("v", v, "value", value))
@@ -125,14 +130,18 @@ def sageattn_varlen(
     is_causal: bool = False,
     sm_scale: float | None = None,
     smooth_k: bool = True,
+    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """``sageattn`` of each sequence of a packed batch, in one launch.
 
     Args:
         q: [tokens, H, D]; k, v: [tokens, Hkv, D].
         cu_seqlens_q, cu_seqlens_k: [S + 1], where sequences begin and end.
-        max_seqlen_q, max_seqlen_k: no sequence is longer.
+        max_seqlen_q, max_seqlen_k: no sequence is longer. A tensor on a GPU is read for it.
         smooth_k: without effect.
+        attn_mask, dropout_p: must be ``None`` and 0.
 
     Returns:
         [tokens, H, D]; 0 for a sequence without keys.
@@ -140,14 +149,32 @@ def sageattn_varlen(
     Raises:
         ValueError: an argument is not as described.
     """
+    refuse_mask(attn_mask, dropout_p)
+    expect_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_shape(name, x, ("tokens", "heads", "D"))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     (q, k, v), d, scale = _padded(q, k, v, sm_scale)
     attend = _packed if torch.compiler.is_compiling() else packed_attention
-    offsets, lengths = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    offsets = cu_seqlens_q, cu_seqlens_k
+    lengths = _whole("max_seqlen_q", max_seqlen_q), _whole("max_seqlen_k", max_seqlen_k)
     out: Tensor = attend(q, k, v, *offsets, lengths, is_causal=is_causal, scale=scale)
     return out[0, ..., :d].transpose(0, 1)
+
+
+def _whole(name: str, given: object) -> int:
+    """A number of tokens, or a tensor with one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        found = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise ValueError(f"{name} must be a whole number of tokens, got {given!r}")
+    return found
 
 
 def _padded(
@@ -156,11 +183,15 @@ def _padded(
     """The tensors with channels that the kernels take, the number that they have, and the scale.
 
     Raises:
-        ValueError: there are more than 128 channels.
+        ValueError: there are more than 128 channels, or not as many in each.
     """
     d = q.shape[3]
     if d > 128:
         raise ValueError(f"head size must be at most 128, got {d}")
+    if k.shape[3] != d or v.shape[3] != d:
+        raise ValueError(
+            f"head size must be the same in q, k and v, got {d}, {k.shape[3]} and {v.shape[3]}"
+        )
     scale = d**-0.5 if scale is None else scale
     if d in (64, 128):
         return (q, k, v), d, scale
@@ -182,7 +213,11 @@ def _qk_int8_cuda(
     smooth_k: bool = True,
     smooth_v: bool = False,
     return_lse: bool = False,
+    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> Result:
+    refuse_mask(attn_mask, dropout_p)
     _check_groups(qk_quant_gran)
     mode = SageMode(fp8_values)
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
@@ -204,9 +239,13 @@ def sageattn_qk_int8_pv_fp16_triton(
     sm_scale: float | None = None,
     smooth_k: bool = True,
     return_lse: bool = False,
+    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
 ) -> Result:
     """``sageattn`` with values in 16 bits, and a scale for each query where the original has one
     for 128."""
+    refuse_mask(attn_mask, dropout_p)
     mode = SageMode(fp8_values=False)
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
 
@@ -241,6 +280,7 @@ def heads_first(tensor_layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     if tensor_layout not in ("HND", "NHD"):
         raise ValueError(f'tensor_layout must be "HND" or "NHD", got {tensor_layout!r}')
     for x in tensors:
+        expect_tensors(**{"each of q, k and v": x})
         if x.dim() != 4:
             raise ValueError(f"q, k and v must have 4 dimensions, got {list(x.shape)}")
     return tensors if tensor_layout == "HND" else tuple(x.transpose(1, 2) for x in tensors)

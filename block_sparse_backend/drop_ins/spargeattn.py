@@ -77,7 +77,7 @@ def spas_sage2_attn_meansim_cuda(
     q, k, v = heads_first(tensor_layout, q, k, v)
     cdf = _of_heads("cdfthreshd", cdfthreshd, q.shape[1])
     likeness = _of_heads("simthreshd1", simthreshd1, q.shape[1])
-    choice = Choice(cdf, None, likeness, is_causal, attention_sink)
+    choice = Choice(cdf, None, likeness, bool(is_causal), bool(attention_sink))
     attend = _predicted if torch.compiler.is_compiling() else predicted_attention
     result = attend(q, k, v, choice, scale=scale, mode=mode)
     return _returned(result, tensor_layout, output_dtype, return_sparsity, return_lse)
@@ -112,7 +112,7 @@ def spas_sage2_attn_meansim_topk_cuda(
     q, k, v = heads_first(tensor_layout, q, k, v)
     share = _of_heads("topk", topk, q.shape[1])
     likeness = _of_heads("simthreshd1", simthreshd1, q.shape[1])
-    choice = Choice(None, share, likeness, is_causal, attention_sink)
+    choice = Choice(None, share, likeness, bool(is_causal), bool(attention_sink))
     attend = _predicted if torch.compiler.is_compiling() else predicted_attention
     result = attend(q, k, v, choice, scale=scale, mode=mode)
     return _returned(result, tensor_layout, output_dtype, return_sparsity, return_lse)
@@ -149,7 +149,7 @@ def block_sparse_sage2_attn_cuda(
     q, k, v = heads_first(tensor_layout, q, k, v)
     b, h, m, n = *q.shape[:3], k.shape[2]
     shapes = {(b, h, -(-m // bm), -(-n // bn)): (bm, bn) for bm, bn in ((128, 64), (64, 128))}
-    got = None if mask_id is None else tuple(mask_id.shape)
+    got = tuple(mask_id.shape) if isinstance(mask_id, Tensor) else None
     if mask_id is None or got not in shapes:
         raise ValueError(f"mask_id must have one of the shapes {list(shapes)}, got {got}")
     expect_device("mask_id", mask_id, q.device)

@@ -5,9 +5,10 @@ without an entry point: ``enable`` adds a member of its own, and nothing that wa
 Which calls are self-attention follows from the names of a model's attention modules, whatever the
 lengths of queries and keys: all others keep the backend that they had. What is not served runs in
 diffusers' ``native`` backend, which is torch's, and is reported once (`backend_core.strict`):
-self-attention with a mask that hides anything, causal, with dropout, or of another dtype or head
-size than ``VideoAttention`` takes. A mask that hides nothing is none; to know that it is read on
-the host, and within a CUDA graph's capture it counts as one that hides something.
+self-attention with a mask that hides anything, causal, with dropout, that needs gradients, or of
+another dtype or head size than ``VideoAttention`` takes. A mask that hides nothing is none; to know
+that it is read on the host, and within a CUDA graph's capture it counts as one that hides
+something.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
+from block_sparse_backend.contract import needs_gradient
 from block_sparse_backend.video import VideoAttention
 
 SELF = frozenset({"attn", "attn1", "attention", "self_attn", "self_attention"})
@@ -137,13 +139,23 @@ def _register(name: str, attention: VideoAttention, has_text: bool) -> None:
     native = dispatch._AttentionBackendRegistry._backends[names.NATIVE]
 
     def refusal(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        is_causal: bool,
+        scale: float | None,
     ) -> str | None:
         """Why a call is not served."""
         hides = mask is not None and (is_capturing(q.device) or not _is_full(mask))
         if hides or is_causal or dropout:
             got = f"{'a mask' if hides else 'none'}, {is_causal} and {dropout}"
             return f"self-attention must have no mask, causality or dropout for {name}, got {got}"
+        if scale is not None and not 0.0 < scale < math.inf:
+            return f"scale must be positive and finite for {name}, got {scale}"
+        if needs_gradient(q, k, v):
+            return f"{name} has no backward pass, and gradients are asked for"
         if attention.canvas is not None and q.shape[1] != k.shape[1]:
             return f"sliding tiles need as many keys as queries, got {k.shape[1]} and {q.shape[1]}"
         return attention.refusal(q, k, v)
@@ -165,7 +177,7 @@ def _register(name: str, attention: VideoAttention, has_text: bool) -> None:
                     f"the video must have the {tokens} tokens of canvas {attention.canvas}, got"
                     f" {query.shape[1]}"
                 )
-        why = refusal(query, key, value, attn_mask, dropout_p, is_causal)
+        why = refusal(query, key, value, attn_mask, dropout_p, is_causal, scale)
         if why is None:
             return attention(query, key, value, scale)
         fallback(why)

@@ -6,6 +6,7 @@ Imported by sglang alone, by the dotted paths of ``sglang_diffusion.BACKENDS``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch.nn import functional
 
 from backend_core.strict import fallback
 from block_sparse_backend.engines.sglang_diffusion import MAX_HEAD_SIZE
+from block_sparse_backend.plan.sliding_tile import check_windows
 from block_sparse_backend.plan.token_order import Box
 from block_sparse_backend.video import VideoAttention
 
@@ -104,7 +106,7 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
         return query.shape[1] == key.shape[1]
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: AttentionMetadata
+        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: AttentionMetadata | None
     ) -> Tensor:
         """[B, L, H, D] in and out."""
         if not (self.causal or self.is_cross) and self.serves(query, key, attn_metadata):
@@ -119,6 +121,26 @@ class _Impl(AttentionImpl):  # type: ignore[misc]
             q, k, v, is_causal=self.causal, scale=self.softmax_scale, enable_gqa=True
         )
         return out.transpose(1, 2).contiguous()
+
+    def forward_varlen(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        cu_seqlens_host: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """[tokens, H, D] in and out, each sequence on its own; sglang 0.5.23 has it of FLUX.3 and
+        MiniMax-H3. The offsets are read from the device where sglang has none on the host."""
+        bounds = cu_seqlens.tolist() if cu_seqlens_host is None else cu_seqlens_host
+        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        for begin, end in itertools.pairwise(bounds):
+            if begin < end:
+                q, k, v = (x[None, begin:end] for x in (query, key, value))
+                out[begin:end] = self.forward(q, k, v, None)[0]
+        return out
 
 
 class PredictedImpl(_Impl):
@@ -212,6 +234,8 @@ class SlidingTileImpl(_Impl):
     def prepare(self) -> None:
         self.windows = windows_of(self.config.get("windows", (3, 3, 3)))
         self.tile = box("tile", self.config.get("tile", TILE))
+        self.even_windows = self.config.get("even_windows")
+        check_windows(self.windows, self.even_windows)
 
     def serves(self, query: Tensor, key: Tensor, metadata: AttentionMetadata | None) -> bool:
         """Fewer tokens than the video has are text's alone, and a layer's name says what is of
@@ -237,7 +261,7 @@ class SlidingTileImpl(_Impl):
             canvas=metadata.canvas,
             tile=self.tile,
             windows=_of_rank(windows, heads),
-            even_windows=self.config.get("even_windows"),
+            even_windows=self.even_windows,
         )
 
 

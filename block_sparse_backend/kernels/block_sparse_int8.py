@@ -214,9 +214,11 @@ def block_sparse_int8_kernel(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     if lse_ptr is not None:
-        natural = (high * factor + tl.log2(total) - P_LOG2) * LN_2
-        natural += tl.load(shift_ptr + at_m, mask=m_m, other=0.0)
+        shift = tl.load(shift_ptr + at_m, mask=m_m, other=0.0)
+        natural = (high * factor + tl.log2(total) - P_LOG2) * LN_2 + shift
         tl.store(lse_ptr + at_m, tl.where(empty, -float("inf"), natural), mask=m_m)
+        # integers have no NaN, so that one in a query or in the keys' mean shows here alone
+        total = tl.where(shift == shift, total, shift)
     acc = acc / total[:, None]
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr + kv_row * D + o_d)[None, :]

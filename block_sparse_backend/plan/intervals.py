@@ -6,6 +6,7 @@ queries than keys the first queries see nothing.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -65,22 +66,23 @@ def ragged(
     """Sequences packed one after another along the tokens of batch entry 0.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: int32 [S + 1], where sequences begin and end.
+        cu_seqlens_q, cu_seqlens_k: int32 [S + 1], where sequences begin and end. Values in host
+            memory are checked; values on a GPU are trusted.
         max_q_len, max_kv_len: capacities; what of a sequence is beyond them is left out.
         tokens: the most queries and keys of all sequences together, by which the plan is sized;
             default as many as if each sequence had the most.
         path: ``"torch"`` or ``"triton"``; by default the one for the device.
     """
-    _expect_offsets("cu_seqlens_q", cu_seqlens_q)
-    _expect_offsets("cu_seqlens_k", cu_seqlens_k)
+    totals = (None, None) if tokens is None else tokens
+    _expect_offsets("cu_seqlens_q", cu_seqlens_q, totals[0])
+    _expect_offsets("cu_seqlens_k", cu_seqlens_k, totals[1])
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must be of equally many sequences, got "
             f"{len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
         )
     expect_device("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.device)
-    count, totals = len(cu_seqlens_q) - 1, (None, None) if tokens is None else tokens
-    sizes = (block_m, block_n)
+    count, sizes = len(cu_seqlens_q) - 1, (block_m, block_n)
     tiles, blocks = (
         count * -(-most // block) if total is None else min(total // block, count * most) + count
         for most, total, block in zip((max_q_len, max_kv_len), totals, sizes, strict=True)
@@ -151,9 +153,15 @@ def _interval_plan(
     return BlockPlan(rows, cols, work, sequences, num_heads, block_m, block_n, mask=mask)
 
 
-def _expect_offsets(name: str, offsets: Tensor) -> None:
+def _expect_offsets(name: str, offsets: Tensor, most: int | None) -> None:
     if offsets.dim() != 1 or len(offsets) < 2 or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{name} must be int32 [S + 1] with S at least 1, got {list(offsets.shape)} "
             f"{offsets.dtype}"
         )
+    if offsets.is_cpu:
+        values = offsets.tolist()
+        if values[0] < 0 or any(a > b for a, b in itertools.pairwise(values)):
+            raise ValueError(f"{name} must begin at 0 or later and not decrease, got {values}")
+        if most is not None and values[-1] > most:
+            raise ValueError(f"{name} must end at {most} tokens at most, got {values[-1]}")

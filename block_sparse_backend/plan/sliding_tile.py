@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -48,9 +48,7 @@ def sliding_tile(
         )
     if len(windows) not in (1, num_heads):
         raise ValueError(f"windows must be 1 or {num_heads}, got {len(windows)}")
-    even = [w for w in windows if any(side % 2 == 0 for side in w)]
-    if even and even_windows is None:
-        raise ValueError(f'even_windows must be "wide" or "exact" for the window {even[0]}')
+    check_windows(windows, even_windows)
     device = order.index.device
     count = order.is_token.view(-1, block_n).sum(1)
     kind = torch.where(count == block_n, FULL, torch.where(count > 0, PARTIAL, SKIP))
@@ -68,6 +66,18 @@ def sliding_tile(
         mask_aux=order.block_ends(block_n),
         has_partial=slots != len(order.slot_of),
     )
+
+
+def check_windows(windows: Sequence[Box], even_windows: EvenWindows | None) -> None:
+    """
+    Raises:
+        ValueError: an even window comes without ``even_windows``, or that is another word.
+    """
+    if even_windows not in (None, *get_args(EvenWindows)):
+        raise ValueError(f'even_windows must be "wide" or "exact", got {even_windows!r}')
+    even = [w for w in windows if any(side % 2 == 0 for side in w)]
+    if even and even_windows is None:
+        raise ValueError(f'even_windows must be "wide" or "exact" for the window {even[0]}')
 
 
 def _tile_kinds(

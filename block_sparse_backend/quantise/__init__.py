@@ -17,7 +17,8 @@ from block_sparse_backend.predict import Pooled
 from block_sparse_backend.spec import SageMode
 
 E4M3_MAX = 448.0
-TINY = 1e-12
+TINY = 1e-35
+"""Below it nothing has a scale: over 448 it is normal in float32, and so are reciprocals."""
 
 
 @dataclass(frozen=True)

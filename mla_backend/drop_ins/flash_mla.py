@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from backend_core.contracts import expect_tensors
 from mla_backend.contract.sparse_mla import NamedRows, at_one_stride
 from mla_backend.sparse_mla import selection_for, sparse_mla
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
@@ -72,6 +73,11 @@ def flash_mla_with_kvcache(
         raise ValueError(
             "indices must be given: dense attention is not served here, where FlashMLA is faster"
         )
+    expect_tensors(q=q, k_cache=k_cache, indices=indices)
+    optional = {"attn_sink": attn_sink, "topk_length": topk_length, "out": out,
+                "extra_k_cache": extra_k_cache, "extra_topk_length": extra_topk_length,
+                "extra_indices_in_kvcache": extra_indices_in_kvcache}  # fmt: skip
+    expect_tensors(**{name: x for name, x in optional.items() if x is not None})
     for name, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens),
                         ("num_splits", num_splits)):  # fmt: skip
         if value is not None:

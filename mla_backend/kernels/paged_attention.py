@@ -82,7 +82,12 @@ def paged_attention_kernel(
         b_v = tl.load(v_ptr + v_at[:, None] + o_dim[None, :], mask=m_kv, other=0.0).to(OPERAND)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         if HAS_CAP:
-            b_s = cap * (1.0 - 2.0 / (tl.exp2(b_s / cap * (2.0 * LOG2E)) + 1.0))
+            b_x = b_s / cap
+            tanh = 1.0 - 2.0 / (tl.exp2(b_x * (2.0 * LOG2E)) + 1.0)
+            # near 0 that difference has lost its digits: x - x^3 / 3 + 2 x^5 / 15
+            square = b_x * b_x
+            series = b_x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+            b_s = cap * tl.where(square < 0.0025, series, tanh)
         b_s = b_s * LOG2E
         seen = m_token[None, :] & m_row[:, None]
         if CAUSAL:

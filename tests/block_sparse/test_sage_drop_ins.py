@@ -5,6 +5,7 @@ Neither original has forward tests; these are of its README's calls and of what 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -117,9 +118,10 @@ def test_sparge_parts_compiled_code_once(name: str, seed: int, device: torch.dev
 def test_kernels_by_name(
     name: str, names: str, error: float, seed: int, device: torch.device
 ) -> None:
-    """SageAttention 2.2's parameters in its order, called as diffusers does."""
+    """SageAttention 2.2's parameters in its order, called as diffusers and ComfyUI's nodes do."""
     call = getattr(sageattention, "sageattn_" + name)
-    found = " ".join(inspect.signature(call).parameters)
+    parameters = inspect.signature(call).parameters.values()
+    found = " ".join(x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD)
     backend = " quantization_backend" if "triton" in name else ""
     assert found == f"q k v tensor_layout{backend} is_causal {names}"
     q, k, v = inputs((4, 70, 64), (2, 70, 64), seed=seed, device=device)
@@ -129,6 +131,14 @@ def test_kernels_by_name(
         q=q, k=k, v=v, tensor_layout="NHD", is_causal=True, sm_scale=0.2, return_lse=True
     )
     assert relative_error(out.transpose(1, 2), want) < error and lse.shape == (1, 4, 70)
+    options: dict[str, Any] = {"is_causal": True, "tensor_layout": "NHD", "sm_scale": 0.2}
+    if "triton" not in name:
+        options["pv_accum_dtype"] = "fp32"
+    assert torch.equal(call(q, k, v, attn_mask=None, **options), out)
+    with pytest.raises(ValueError, match="attn_mask must be None"):
+        call(q, k, v, attn_mask=causal_seen(70, 70), **options)
+    with pytest.raises(ValueError, match="dropout_p must be 0"):
+        call(q, k, v, dropout_p=0.5, **options)
 
 
 def test_sequences_of_a_packed_batch(seed: int, device: torch.device) -> None:
@@ -143,6 +153,55 @@ def test_sequences_of_a_packed_batch(seed: int, device: torch.device) -> None:
         want = scaled_dot_product_attention(*own, enable_gqa=True, scale=0.2)
         assert relative_error(out[:, at], want[0]) < ERROR
     assert (out[:, 20:60] == 0).all()
+
+
+def test_lengths_and_offsets_of_a_packed_batch(device: torch.device) -> None:
+    """Counts may be tensors, as ``cu_seqlens.diff().max()`` is; nothing is read out of bounds."""
+    x = torch.randn(90, 2, 64, device=device).half()
+    offsets = torch.tensor([0, 30, 90], device=device)
+    run = functools.partial(sageattention.sageattn_varlen, x, x, x)
+    most = offsets.diff().max()
+    assert torch.equal(run(offsets, offsets, most, most), run(offsets, offsets, 60, 60))
+    for wrong in (60.0, -1, None):
+        with pytest.raises(ValueError, match="max_seqlen_k must be a whole number of tokens"):
+            run(offsets, offsets, 60, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"cu_seqlens_k must be a torch.Tensor, got list"):
+        run(offsets, [0, 30, 90], 60, 60)  # type: ignore[arg-type]
+    for values, message in (([0, 30, 91], "end at 90 tokens at most"), ([0, 60, 30], "decrease")):
+        with pytest.raises(ValueError, match=message):
+            intervals.ragged(*[torch.tensor(values)] * 2, 60, 60, 2, tokens=(90, 90), path="torch")
+
+
+def test_numbers_and_flags_that_are_tensors(seed: int, device: torch.device) -> None:
+    """Their values count, which no cache of calls may look at."""
+    q, k, v = inputs((2, 96, 64), (2, 96, 64), seed=seed, device=device)
+    for call in (
+        sageattention.sageattn,
+        functools.partial(spargeattn.spas_sage2_attn_meansim_topk_cuda, topk=1.0),
+    ):
+        for causal in (False, True, False):
+            for scale in (0.1, 0.5):
+                tensors = {"is_causal": torch.tensor(causal), "scale": torch.tensor(scale)}
+                want = call(q, k, v, is_causal=causal, scale=float(torch.tensor(scale)))
+                assert torch.equal(call(q, k, v, **tensors), want)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="scale must be positive and finite"):
+            call(q, k, v, scale=torch.tensor(math.nan))  # type: ignore[arg-type]
+
+
+def test_what_is_no_tensor_is_named(device: torch.device) -> None:
+    q = inputs((2, 64, 64), (2, 64, 64), seed=0, device=device)[0]
+    calls: list[Any] = [
+        lambda: sageattention.sageattn(q.tolist(), q, q),
+        lambda: sageattention.sageattn_varlen(q[0], q[0], (q[0],), q, q, 64, 64),
+        lambda: spargeattn.spas_sage2_attn_meansim_cuda(q, q.tolist(), q),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"must be a torch.Tensor, got (list|tuple)"):
+            call()
+    with pytest.raises(ValueError, match="mask_id must have one of the shapes"):
+        spargeattn.block_sparse_sage2_attn_cuda(q, q, q, [[1]])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the same in q, k and v, got 96, 96 and 64"):
+        sageattention.sageattn(*[q.new_zeros(1, 2, 64, 96)] * 2, q)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

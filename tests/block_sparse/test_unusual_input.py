@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from backend_core.launch.triton import KernelLaunch
 from block_sparse_backend.block_sparse import block_sparse_attention
@@ -19,6 +20,8 @@ from block_sparse_backend.sage import (
     predicted_attention,
     quantised_attention,
 )
+from block_sparse_backend.spec import SageMode
+from block_sparse_backend.testing.cases import relative_error
 
 BLOCKS: dict[str, Any] = {"block_m": 64, "block_n": 64}
 PATHS = ("torch", "triton")
@@ -171,3 +174,67 @@ def test_autocast_leaves_fp32_products() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = block_sparse_attention(q, k, v, plan, path="torch")[0]
     assert torch.equal(got, want)
+
+
+@both_paths
+@pytest.mark.parametrize("sizes", [(1.0, 1.0, 1e-30), (1e-20, 1e20, 1.0), (1e20, 1e-20, 1e-20)])
+def test_magnitudes_of_bf16(
+    device: torch.device, path: str, sizes: tuple[float, float, float]
+) -> None:
+    """Below 1e-10 all values, keys and queries were rounded to 0."""
+    q, k, v = (x * size for x, size in zip(inputs(device), sizes, strict=True))
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    out = quantised_attention(q, k, v, plan, path=path)[0]
+    want = scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert relative_error(out, want) < 6e-2
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+def test_values_in_16_bits_that_no_descriptor_reads(device: torch.device, begin: int) -> None:
+    """Triton's own error came of them, after queries and keys had been quantised."""
+    x = torch.randn(1, 2, 96, 66, device=device).half()[..., begin : begin + 64]
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    mode = SageMode(fp8_values=False)
+    out = quantised_attention(x, x, x, plan, mode=mode, path="triton")[0]
+    copy = x.contiguous()
+    assert torch.equal(out, quantised_attention(*[copy] * 3, plan, mode=mode, path="triton")[0])
+
+
+def test_one_entry_of_a_batch_has_no_stride(device: torch.device) -> None:
+    x = torch.randn(3, 96 * 2 * 64 + 1, device=device).half()[:1, :-1].view(1, 96, 2, 64)
+    x = x.transpose(1, 2)
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    out = block_sparse_attention(x, x, x, plan, path="triton")[0]
+    assert relative_error(out, scaled_dot_product_attention(x, x, x)) < 2e-3
+
+
+def test_gradients_are_refused(device: torch.device) -> None:
+    """The kernels' outputs had none, without a word."""
+    q, k, v = inputs(device)
+    q.requires_grad_()
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    offsets = torch.tensor([0, 96], device=device)
+    calls: list[Callable[[], object]] = [
+        lambda: block_sparse_attention(k, q, v, plan),
+        lambda: quantised_attention(q, k, v, plan),
+        lambda: predicted_attention(k, k, q, Choice(topk=0.5)),
+        lambda: packed_attention(q, k, v, offsets, offsets, (96, 96)),
+        lambda: sageattn(q, k, v),
+    ]
+    for call in calls:
+        with torch.no_grad():
+            call()
+        with pytest.raises(ValueError, match="no backward pass"):
+            call()
+
+
+@both_paths
+@pytest.mark.parametrize("of", [0, 1, 2])
+def test_nan_is_not_quantised_away(device: torch.device, path: str, of: int) -> None:
+    """Of a query its row, of keys and values every row: integers gave plausible numbers."""
+    given = [x.clone() for x in inputs(device)]
+    given[of][0, 1, 40, 3] = torch.nan
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    out = quantised_attention(*given, plan, path=path)[0]
+    rows = out.isnan().any(-1)
+    assert not rows[0, 0].any() and rows[0, 1].sum() == (1 if of == 0 else 96)

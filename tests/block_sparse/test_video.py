@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from block_sparse_backend import video
@@ -64,9 +65,41 @@ def test_settings_are_checked() -> None:
     for name, wrong in (("canvas", (2, 2)), ("canvas", (2, 0, 2)), ("tile", 6), ("tile", "688")):
         with pytest.raises(ValueError, match=rf"{name} must be three positive integers"):
             VideoAttention("sliding_tile", **{"canvas": (2, 2, 2), name: wrong})  # type: ignore[arg-type]
+    for name, wrong in (
+        ("topk", 0.0),
+        ("topk", 1.5),
+        ("topk", [0.5]),
+        ("topk", "1"),
+        ("eight_bit", "no"),
+        ("even_windows", "odd"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            VideoAttention("predicted", **{name: wrong})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"even_windows must be .* for the window \(2, 3, 3\)"):
+        VideoAttention("sliding_tile", canvas=(2, 2, 2), windows=((2, 3, 3),))
+    with pytest.raises(ValueError, match=r"k must be a torch.Tensor, got list"):
+        VideoAttention()(x, x.tolist(), x)  # type: ignore[arg-type]
     for windows in ((), (3, 3, 3), "333"):
         with pytest.raises(ValueError, match="windows must be"):
             VideoAttention(windows=windows)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "predicted", "sliding_tile"])
+def test_tensors_that_kernels_cannot_read(
+    kind: Any, eight_bit: bool, seed: int, device: torch.device
+) -> None:
+    """Channels that are not adjacent, rows that begin anywhere, grouped heads, and no tokens."""
+    tiles: Any = {"canvas": CANVAS, "tile": (2, 3, 4)} if kind == "sliding_tile" else {}
+    attend = VideoAttention(kind, eight_bit, topk=1.0, **tiles)
+    q, k, v = make(seed, device)
+    want = attend(q, k, v)
+    by_channel = q.mT.contiguous().mT, functional.pad(k, (1, 1))[..., 1:-1], v.mT.contiguous().mT
+    torch.testing.assert_close(attend(*by_channel), want, rtol=0, atol=1e-3)
+    one = k[:, :, :1], v[:, :, :1]
+    grouped = attend(q, *(x.expand_as(q) for x in one))
+    torch.testing.assert_close(attend(q, *one), grouped, rtol=0, atol=1e-3)
+    assert attend(q[:0], k[:0], v[:0]).shape == q[:0].shape
 
 
 def test_lists_are_tuples(seed: int, device: torch.device) -> None:

@@ -70,6 +70,25 @@ def test_chance(tmp_path: Path) -> None:
     assert len(report["changed"]) == 4
 
 
+def test_a_question_that_the_data_hold_twice(tmp_path: Path) -> None:
+    """Both of its answers count."""
+    first, second = record("1100"), record("0110")
+    for found in (first, second):
+        found["questions"][1]["id"] = found["questions"][0]["id"]
+    code, out, _ = compare(tmp_path, first, second)
+    assert code == 0 and "over 4 questions; only A right 1, only B right 1" in out
+    second["questions"].pop(1)
+    code, _, err = compare(tmp_path, first, second)
+    assert code == 2 and "got 4 and 3 with 3 in common" in err
+
+
+def test_other_settings_are_named(tmp_path: Path) -> None:
+    first, second = ({**record("10"), "settings": {"max_tokens": n, "x": 1}} for n in (16, 256))
+    code, out, _ = compare(tmp_path, first, second)
+    assert code == 0 and "the runs had other settings: max_tokens 16 in A and 256 in B\n" in out
+    assert "x 1" not in out
+
+
 def test_records_in_another_order_are_the_same(tmp_path: Path) -> None:
     turned = record("1100")
     turned["questions"].reverse()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socketserver
+import threading
+import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from backend_cli.errors import BadInputError
+from backend_cli.eval import endpoint
 from tests.cli.program import run
 
 TEN = Path(__file__).with_name("gsm8k_ten.jsonl")
@@ -110,6 +117,90 @@ def test_a_file_that_holds_no_answers_is_left_alone(pages: dict[str, Any]) -> No
         assert kept.read_text() == content
 
 
+def test_a_token_in_place_of_a_user_is_not_shown(pages: dict[str, Any]) -> None:
+    pages["/v1/completions"] = (401, b"unknown: tok3n")
+    code, _, err = recall(pages["url"].replace("http://", "http://tok3n@"))
+    assert code == 2 and "answered 401: unknown: ***" in err
+
+
+@pytest.mark.parametrize("proxy", ["http://me:SECRET", "http:/me:SECRET@host"])
+def test_a_proxy_that_is_no_address_is_not_shown(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = urllib.request.ProxyHandler({"http": proxy})
+    monkeypatch.setattr(endpoint, "_OPENER", urllib.request.build_opener(handler))
+    monkeypatch.setenv("no_proxy", "")
+    code, _, err = recall("http://host:8000")
+    assert code == 2 and "or the proxy of http_proxy or https_proxy, is no address" in err
+    assert "SECRET" not in err
+
+
+def test_an_error_that_drips_does_not_hold_the_command() -> None:
+    class Drip(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(b"HTTP/1.1 418 Drip\r\n\r\n")
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b"x")
+                    time.sleep(0.02)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Drip) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        begin = time.monotonic()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        with pytest.raises(BadInputError, match="answered 418"):
+            endpoint.Endpoint.parse(url, 0.3).server(None)
+        assert time.monotonic() - begin < 3
+        server.shutdown()
+
+
+def test_half_a_line_on_a_full_disk(pages: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written before stays readable, and so does what comes after."""
+    pages["/v1/completions"] = text("x")
+    find, full = Path.open, [False, True, False]
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            self._file.close()
+
+        def write(self, content: bytes) -> int:
+            return int(self._file.write(content[: len(content) // 2]))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    def opened(path: Path, *of: Any, **named: Any) -> Any:
+        file = find(path, *of, **named)
+        if path.suffix != ".answers" or not (full and full.pop(0)):
+            return file
+        return Full(file)
+
+    monkeypatch.setattr(Path, "open", opened)
+    code, _, err = recall(pages["url"], "--concurrency", "1")
+    assert code == 2 and "cannot write recall-m.json.answers: No space left on device" in err
+    kept = len(Path("recall-m.json.answers").read_text().splitlines()) - 1  # and the header
+    pages["paths"].clear()
+    assert kept >= 1 and recall(pages["url"])[0] == 1
+    assert pages["paths"].count("/v1/completions") == 8 - kept
+
+
+def test_a_begin_of_the_first_line_is_no_answer(pages: dict[str, Any]) -> None:
+    pages["/v1/completions"] = counted(lambda n: text("x") if n <= 1 else (400, b""))
+    recall(pages["url"], "--concurrency", "1")
+    kept = Path("recall-m.json.answers")
+    kept.write_text(kept.read_text()[:40])
+    pages["/v1/completions"] = text("z")
+    code, _, err = recall(pages["url"])
+    assert code == 1 and "must hold answers" not in err
+
+
 def test_an_answer_that_was_cut_off_is_asked_again(pages: dict[str, Any]) -> None:
     pages["/v1/completions"] = counted(lambda n: text("x") if n <= 5 else (400, b""))
     assert recall(pages["url"], "--concurrency", "1")[0] == 2
@@ -141,6 +232,9 @@ def test_null_for_a_text_is_counted(
         ({"error": {"message": "Insufficient balance", "code": 402}}, "Insufficient balance"),
         ((400, b'{"error": {"message": "at most 512 tokens"}}'), "at most 512 tokens"),
         ((401, f"wrong key {KEY} in Bearer {KEY}".encode()), "wrong key *** in Bearer ***"),
+        ((400, b"x" * 990 + KEY.encode()), "x***"),
+        ({"error": {"message": "x" * 980 + KEY}}, "x***"),
+        ((400, b" " * (65_536 - 11) + KEY.encode()), "answered 400:"),
         (
             (500, f"{{'Authorization': 'Bearer {KEY[:9]}'}}".encode()),
             "'Authorization': 'Bearer ***'",
@@ -170,9 +264,10 @@ def test_a_password_in_the_address_is_sent_and_not_shown(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     url = pages["url"].replace("http://", "http://me:pass%2Fword@")
-    pages["/v1/completions"] = (403, b"pass/word is not me's, bWU6cGFzcy93b3Jk neither")
+    said = b"pass/word is not me's, bWU6cGFzcy93b3Jk neither, nor pass%2Fword"
+    pages["/v1/completions"] = (403, said)
     code, out, err = recall(url)
-    assert (code, out) == (2, "") and "*** is not me's, *** neither" in err
+    assert (code, out) == (2, "") and "*** is not me's, *** neither, nor ***" in err
     assert "word" not in err and pages["seen"][-1]["Authorization"] == "Basic bWU6cGFzcy93b3Jk"
     pages["/v1/completions"] = counted(lambda n: text("x") if n < 4 else (403, b""))
     recall(url, "--concurrency", "1")

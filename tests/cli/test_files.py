@@ -15,6 +15,7 @@ from backend_cli import files
 from backend_cli.errors import BadInputError
 from backend_cli.eval.recall_task import Question, read_gsm8k
 from backend_cli.files import check_writable, write_text
+from backend_core.testing import records
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +33,34 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
         write_text(tmp_path / "record.json", "new")
     assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
     assert (tmp_path / "record.json").read_text() == "old"
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """As a device is, /dev/null for instance, which root had lost."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for write in (lambda: write_text(pipe, "[1]\n"), lambda: records.write_record(pipe, [1])):
+        write()
+        assert os.read(reader, 100) == b"[1]\n" and pipe.is_fifo()
+    os.close(reader)
+
+
+def test_a_record_that_is_not_written_to_its_end_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results" / "rows.json"
+    records.write_record(path, [1])
+    whole = Path.write_text
+
+    def half(file: Path, text: str, **options: Any) -> int:
+        whole(file, text[:1], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        records.write_record(path, [2])
+    assert path.read_text() == "[1]\n" and list(path.parent.iterdir()) == [path]
 
 
 def test_a_folder_below_a_closed_one_is_not_writable(

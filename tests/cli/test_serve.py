@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from backend_cli import serve as serve_module
+from backend_cli.terminal import shown_command
 from backend_core.engines import Engine, seams
 from backend_core.engines.seams import Part
 from backend_core.target import KNOWN_TARGETS
@@ -280,3 +281,7 @@ def test_keys_are_passed_on_and_not_printed(
     line = out.splitlines()[-1]
     assert code == 0 and not any(f"k{n}" in line for n in range(1, 5))
     assert line.endswith("--api-key *** --hf-token=*** --enable-log --proxy http://***@h")
+    for option in ("--token", "--client-secret", "--apikey", "--api-key", "--bearer-token"):
+        assert shown_command(f"{option} --k5 --tokenizer m") == f"{option} *** --tokenizer m"
+    config = """--max-num-batched-tokens 8 --config '{"aws_secret_access_key": "k\\"6", "a": 1}'"""
+    assert shown_command(config) == config.replace('k\\"6', "***")

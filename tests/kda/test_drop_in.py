@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from kda_backend import chunk_kda, fused_recurrent_kda
 
@@ -87,3 +88,15 @@ def test_names_order_and_defaults_are_those_of_fla(
     # what goes beyond FLA is optional
     assert all(extra[name] is None for name in set(extra) - set(by_keyword))
     assert len(ours) + len(extra) == len(parameters), "unknown arguments must raise"
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    x = torch.rand(1, 3, 2, 16)
+    tokens = {"q": x, "k": x, "v": x, "g": -x, "beta": x[..., 0]}
+    gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(2)}
+    given = tokens | gate | {"cu_seqlens": torch.tensor([0, 3])}
+    for name in (*tokens, "A_log", "cu_seqlens"):
+        wrong = given[name].tolist()  # type: ignore[attr-defined]
+        for operator in (chunk_kda, fused_recurrent_kda):
+            with pytest.raises(ValueError, match=f"{name} must be a torch.Tensor, got list"):
+                operator(**given | {name: wrong})  # type: ignore[arg-type]

@@ -37,6 +37,17 @@ def test_positions_of_arguments_are_flash_mlas() -> None:
     assert " ".join(found).startswith(names)
 
 
+def test_flash_mla_takes_a_scale_that_is_a_tensor_and_names_lists() -> None:
+    q = torch.randn(1, 1, 4, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cache, indices = torch.zeros(2, 64, 1, 584, dtype=torch.uint8), i32([3, 70], q.device)
+    options: dict[str, Any] = {"is_fp8_kvcache": True, "indices": indices[None, None]}
+    for scale in (torch.tensor(0.1), 0.1, torch.tensor(0.1)):  # the second failed
+        flash_mla_with_kvcache(q, cache, None, None, 512, softmax_scale=scale, **options)  # type: ignore[arg-type]
+    for name in ("attn_sink", "topk_length", "out"):
+        with pytest.raises(ValueError, match=rf"{name} must be a torch.Tensor, got list"):
+            flash_mla_with_kvcache(q, cache, None, None, 512, **options, **{name: [1]})
+
+
 def test_merge_states_is_attention_over_the_union(where: torch.device, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(n, 48, generator=generator) for n in (6, 90, 90))
@@ -272,6 +283,11 @@ def test_queries_that_are_fewer_than_planned_are_refused() -> None:
         ({"num_qo_heads": 5}, "num_qo_heads must be a multiple of 2, got 5"),
         ({"kv_data_type": torch.float16}, "kv_data_type must be torch.bfloat16"),
         ({"head_dim": 512}, "head_dim must be 16 to 256, got 512"),
+        ({"num_kv_heads": 0}, "num_kv_heads and page_size must be at least 1, got 4, 0 and 4"),
+        ({"qo_indptr_arr": [[0, 1]]}, r"qo_indptr_arr\[0\] must be a torch.Tensor, got list"),
+        ({"qo_indptr_arr": [torch.tensor([1, 1])]}, r"qo_indptr_arr\[0\] must begin at 0 and not"),
+        ({"paged_kv_indptr_arr": [torch.tensor([0, 2])]}, "must end at 1 pages at most, got 2"),
+        ({"paged_kv_last_page_len": [torch.tensor([5])]}, "at most the page size 4, got 5"),
     ],
 )
 def test_cascade_refuses(changes: dict[str, Any], message: str) -> None:
@@ -285,6 +301,20 @@ def test_cascade_refuses(changes: dict[str, Any], message: str) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         wrapper.plan(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("cap", [1e-2, 30.0, 1e6])
+def test_any_soft_cap(where: torch.device, cap: float, seed: int) -> None:
+    """A large cap changes nothing, yet left logits 0.06 apart."""
+    q, k, v = torch.randn(3, 8, 2, 64, generator=torch.Generator().manual_seed(seed)).to(where)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(1, torch.empty(1, device=where))
+    arrays = [i32([0, 8], where), i32([0, 1], where), i32([0], where), i32([8], where)]
+    options: dict[str, Any] = {"logits_soft_cap": cap, "q_data_type": torch.float32}
+    wrapper.plan(*([x] for x in arrays), 2, 2, 64, 8, **options)
+    got = wrapper.run(q, (k[None], v[None])).double()
+    logits = torch.einsum("qhd,khd->hqk", q.double(), k.double()) / 8
+    want = torch.einsum("hqk,khd->qhd", (cap * (logits / cap).tanh()).softmax(-1), v.double())
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_workspaces_are_taken_and_not_kept() -> None:

@@ -16,6 +16,7 @@ from backend_core.contracts import (
     expect_near,
     expect_shape,
     expect_stride,
+    expect_tensors,
 )
 from backend_core.launch.streams import is_elsewhere, run_there
 from mla_backend.drop_ins.flashinfer.cascade_plan import Level, LevelBuffers, check_given, planned
@@ -155,6 +156,7 @@ class MultiLevelCascadeAttentionWrapper:
 
         Args:
             qo_indptr_arr: ``[groups + 1]`` query offsets; a group's queries meet the same pages.
+                Their values are checked, and those of the other arrays in host memory.
             paged_kv_indptr_arr: ``[groups + 1]`` offsets into ``paged_kv_indices_arr``.
             paged_kv_last_page_len: ``[groups]`` tokens in the last page of each.
             window_left: a query sees so many tokens before its own; -1 is no limit.
@@ -179,6 +181,11 @@ class MultiLevelCascadeAttentionWrapper:
         kv_dtype = _DTYPES.get(kv_data_type) if isinstance(kv_data_type, str) else kv_data_type
         if kv_data_type is not None and kv_dtype != dtype:
             raise ValueError(f"kv_data_type must be {q_data_type}, got {kv_data_type}")
+        if min(num_qo_heads, num_kv_heads, page_size) < 1:
+            raise ValueError(
+                "num_qo_heads, num_kv_heads and page_size must be at least 1, got"
+                f" {num_qo_heads}, {num_kv_heads} and {page_size}"
+            )
         if num_qo_heads % num_kv_heads:
             raise ValueError(
                 f"num_qo_heads must be a multiple of {num_kv_heads}, got {num_qo_heads}"
@@ -197,7 +204,7 @@ class MultiLevelCascadeAttentionWrapper:
             causal,
         )
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
-        levels = check_given(arrays, self._num_levels)
+        levels = check_given(arrays, self._num_levels, page_size)
         if self._buffers:
             if self._settings not in (None, settings):
                 raise ValueError(
@@ -239,6 +246,7 @@ class MultiLevelCascadeAttentionWrapper:
         settings = self._settings
         if settings is None or not self._levels:
             raise ValueError("plan must be called before run")
+        expect_tensors(q=q)
         expect_shape("q", q, ("tokens", settings.num_qo_heads, settings.head_dim))
         expect_dtype("q", q, settings.dtype)
         expect_device("q", q, self.device)
@@ -262,6 +270,7 @@ class MultiLevelCascadeAttentionWrapper:
         settings = self._settings
         assert settings is not None
         k, v = (cache[:, 0], cache[:, 1]) if isinstance(cache, torch.Tensor) else cache
+        expect_tensors(keys=k, values=v)
         if self._layout == "HND":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         shape = ("pages", settings.page_size, settings.num_kv_heads, settings.head_dim)

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from backend_core.contracts import (
+    expect_device,
+    expect_dtype,
+    expect_shape,
+    expect_stride,
+    expect_tensors,
+)
 
 Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 _NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -58,7 +64,7 @@ class Given:
         return request, (count(len(request)) - first) * block_tokens
 
 
-def check_given(arrays: Sequence[list[torch.Tensor]], levels: int) -> list[Given]:
+def check_given(arrays: Sequence[list[torch.Tensor]], levels: int, page_size: int) -> list[Given]:
     """The levels of a plan.
 
     Raises:
@@ -69,15 +75,35 @@ def check_given(arrays: Sequence[list[torch.Tensor]], levels: int) -> list[Given
     found = []
     for number, parts in enumerate(zip(*arrays, strict=True)):
         qo_indptr, kv_indptr, kv_indices, last_page_len = parts
+        names = [f"{name}_arr[{number}]" for name in _NAMES]
+        expect_tensors(**dict(zip(names, parts, strict=True)))
         groups = last_page_len.shape[0]
-        expect_shape(f"qo_indptr_arr[{number}]", qo_indptr, (groups + 1,))
-        expect_shape(f"paged_kv_indptr_arr[{number}]", kv_indptr, (groups + 1,))
-        expect_shape(f"paged_kv_indices_arr[{number}]", kv_indices, ("pages",))
+        expect_shape(names[0], qo_indptr, (groups + 1,))
+        expect_shape(names[1], kv_indptr, (groups + 1,))
+        expect_shape(names[2], kv_indices, ("pages",))
+        _expect_offsets(names[0], qo_indptr.cpu())
+        if kv_indptr.is_cpu:
+            _expect_offsets(names[1], kv_indptr)
+            if int(kv_indptr[-1]) > len(kv_indices):
+                raise ValueError(
+                    f"{names[1]} must end at {len(kv_indices)} pages at most, got"
+                    f" {int(kv_indptr[-1])}"
+                )
+        if last_page_len.is_cpu and groups and int(last_page_len.max()) > page_size:
+            raise ValueError(
+                f"{names[3]} must be at most the page size {page_size}, got"
+                f" {int(last_page_len.max())}"
+            )
         found.append(Given(parts, qo_indptr.cpu().long().diff()))
     rows = [given.rows for given in found]
     if len(set(rows)) > 1:
         raise ValueError(f"every level must have as many query tokens, got {rows}")
     return found
+
+
+def _expect_offsets(name: str, offsets: torch.Tensor) -> None:
+    if int(offsets[0]) or bool((offsets.diff() < 0).any()):
+        raise ValueError(f"{name} must begin at 0 and not decrease, got {offsets.tolist()}")
 
 
 def planned(given: Given, device: torch.device, block_tokens: int, causal: bool) -> Level:

@@ -160,6 +160,23 @@ def test_a_layer_of_sglang(
     assert relative_error(beside, exact(q, k[:, :20], v[:, :20], None)) < 1e-2
 
 
+@pytest.mark.parametrize("name", ["sparge_attn", "sage_attn"])
+def test_packed_sequences(name: str, seed: int, tmp_path: Path) -> None:
+    """sglang's own layer of this name takes them, of FLUX.3 and MiniMax-H3."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(90, 2, 64, generator=generator).bfloat16() for _ in range(3))
+    bounds = (0, 30, 30, 90)
+    with server(tmp_path, name, '{"topk": 1.0}'):
+        layer = LocalAttention(2, 64, compute_dtype=torch.bfloat16)
+        given = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32), "max_seqlen": 60}
+        got = layer.attn_impl.forward_varlen(q, k, v, **given)
+        again = layer.attn_impl.forward_varlen(q, k, v, **given, cu_seqlens_host=bounds)
+    assert torch.equal(got, again)
+    for begin, end in ((0, 30), (30, 90)):
+        want = exact(*(x[None, begin:end] for x in (q, k, v)), None)[0]
+        assert relative_error(got[begin:end], want) < 6e-2
+
+
 def exact(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
     """float64 attention of [B, L, H, D], over what is seen [H, M, N]."""
     heads_first = (x.double().transpose(1, 2) for x in (q, k, v))
@@ -198,6 +215,8 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
     for name, config, message in (
         ("sparge_attn", "topk=0", "topk must be above 0 and at most 1, got 0.0"),
         ("sliding_tile_attn", "windows=3", "windows must be one .* or a list of them, got 3"),
+        ("sliding_tile_attn", '{"windows": [2, 3, 3]}', "even_windows must be .* for the window"),
+        ("sliding_tile_attn", "even_windows=odd", 'must be "wide" or "exact", got .odd'),
     ):
         with server(tmp_path, name, config), pytest.raises(ValueError, match=message):
             LocalAttention(2, 64, compute_dtype=torch.bfloat16)

@@ -21,9 +21,11 @@ DENSE = VideoAttention("dense", eight_bit=False)
 
 @pytest.fixture(autouse=True)
 def active_backend() -> Iterator[None]:
-    """What a model runs that was given no backend is a matter of the process."""
+    """What a model runs that was given no backend is a matter of the process. Pipelines ask for no
+    gradients."""
     active = dispatch._AttentionBackendRegistry._active_backend
-    yield
+    with torch.no_grad():
+        yield
     assert dispatch._AttentionBackendRegistry._active_backend is active
 
 
@@ -224,6 +226,21 @@ def test_what_kernels_do_not_take_runs_in_torch(
     with caplog.at_level("WARNING", "kda_dsv4"):
         got = dispatch.dispatch_attention_fn(q, k, v, backend=backend)
     assert torch.equal(got, want) != served and relative_error(got, want) < 6e-2
+
+
+def test_gradients_and_scales_that_are_not_served(caplog: pytest.LogCaptureFixture) -> None:
+    """Kernels gave an output without gradients, and an error for a scale that torch takes."""
+    q, k, v = torch.randn(3, 1, 50, 2, 64, generator=torch.Generator().manual_seed(0))
+    name = enable(wan(), DENSE)
+    backend = dispatch.AttentionBackendName(name)
+    q.requires_grad_()
+    with caplog.at_level("WARNING", "kda_dsv4"):
+        with torch.enable_grad():
+            dispatch.dispatch_attention_fn(q, k, v, backend=backend).sum().backward()
+        got = dispatch.dispatch_attention_fn(q, k, v, scale=0.0, backend=backend)
+    assert q.grad is not None
+    assert torch.equal(got, dispatch.dispatch_attention_fn(q, k, v, scale=0.0))
+    assert f"{name} has no backward pass" in caplog.text and "got 0.0" in caplog.text
 
 
 def test_a_mask_in_compiled_code(seed: int) -> None:
