@@ -1,4 +1,4 @@
-"""The model of a serve benchmark, cut and with drawn weights, and the head of its result."""
+"""The model of a serve benchmark, cut and with random weights, and the head of its result."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from kda_backend.kernels.functions.records import (
 )
 from kda_backend.kernels.functions.state import as_stored
 from kda_backend.kernels.verify_step import (
-    convolve,
+    convolve_head,
     load_token,
     normalised,
     store_column,
@@ -199,10 +199,6 @@ def verify_records_kernel(
         strides = (stride_conv_state_c, stride_conv_state_w)
         weights = (conv_weight_ptr, conv_bias_ptr)
         windows, taps = load_head(p_conv, weights, channels, masks, strides)
-        q0, q1, q2 = windows[0]
-        k0, k1, k2 = windows[1]
-        v0, v1, v2 = windows[2]
-        t_q, t_k, t_v = taps
         if windows_ptr is None:
             store_inputs_before(
                 conv_state_ptr, strides, channels, masks, windows[0], windows[1], windows[2]
@@ -222,18 +218,18 @@ def verify_records_kernel(
         upcoming = load_inputs(p_token, m_k, m_v, i_t + 1 < num_tokens)
         if conv_state_ptr is not None:
             element = conv_state_ptr.dtype.element_ty
-            b_q, q0, q1, q2 = convolve(t_q, q0, q1, q2, b_q, element, FAST_MATH)
-            b_k, k0, k1, k2 = convolve(t_k, k0, k1, k2, b_k, element, FAST_MATH)
-            b_v, v0, v1, v2 = convolve(t_v, v0, v1, v2, b_v, element, FAST_MATH)
+            inputs = b_q, b_k, b_v
+            inputs, windows = convolve_head(taps, windows, inputs, element, FAST_MATH)
+            b_q, b_k, b_v = inputs
             b_k = b_k.to(key_gate_ptr.dtype.element_ty)
             if windows_ptr is None:
                 conv_state_ptr += stride_conv_state_w
-                store_column(conv_state_ptr, stride_conv_state_c, channels, (q2, k2, v2), masks)
+                newest = windows[0][2], windows[1][2], windows[2][2]
+                store_column(conv_state_ptr, stride_conv_state_c, channels, newest, masks)
             else:
                 p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
                 of_windows = (stride_windows_c, stride_windows_w)
-                heads = (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
-                store_windows(p_w, channels, own, of_windows, heads[0], heads[1], heads[2])
+                store_windows(p_w, channels, own, of_windows, windows[0], windows[1], windows[2])
         b_decay = ex2(log2_decay(b_g, gate[0], gate[1], lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o, b_u, b_delta = delta_update(
             b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS

@@ -38,6 +38,16 @@ def convolve(taps, x0, x1, x2, b_x, element: tl.constexpr, FAST_MATH: tl.constex
 
 
 @triton.jit
+def convolve_head(taps, windows, inputs, element: tl.constexpr, FAST_MATH: tl.constexpr):
+    """(what the convolutions of a token's q, k and v put out, their windows after it)."""
+    w_q, w_k, w_v = windows
+    b_q, q0, q1, q2 = convolve(taps[0], w_q[0], w_q[1], w_q[2], inputs[0], element, FAST_MATH)
+    b_k, k0, k1, k2 = convolve(taps[1], w_k[0], w_k[1], w_k[2], inputs[1], element, FAST_MATH)
+    b_v, v0, v1, v2 = convolve(taps[2], w_v[0], w_v[1], w_v[2], inputs[2], element, FAST_MATH)
+    return (b_q, b_k, b_v), ((q0, q1, q2), (k0, k1, k2), (v0, v1, v2))
+
+
+@triton.jit
 def store_windows(p_window, channels, masks, strides, w_q, w_k, w_v):
     """The windows of a head's channels of q, k and v in a buffer of their own."""
     store_window(p_window, channels[0], masks[0], strides, w_q)
@@ -200,10 +210,6 @@ def verify_step_kernel(
         weights = (conv_weight_ptr, conv_bias_ptr)
         strides = (stride_conv_state_c, stride_conv_state_w)
         windows, taps = load_head(p_conv, weights, channels, masks, strides)
-        q0, q1, q2 = windows[0]
-        k0, k1, k2 = windows[1]
-        v0, v1, v2 = windows[2]
-        t_q, t_k, t_v = taps
         if windows_ptr is None:
             rolls = num_tokens > 0  # not that of an empty draft
             own = (m_k & rolls, m_k & rolls, m_v & rolls)
@@ -225,18 +231,18 @@ def verify_step_kernel(
         beta = step_size(tl.load(p_beta), BETA, FAST_MATH)
         if conv_state_ptr is not None:
             element = conv_state_ptr.dtype.element_ty
-            b_q, q0, q1, q2 = convolve(t_q, q0, q1, q2, b_q, element, FAST_MATH)
-            b_k, k0, k1, k2 = convolve(t_k, k0, k1, k2, b_k, element, FAST_MATH)
-            b_v, v0, v1, v2 = convolve(t_v, v0, v1, v2, b_v, element, FAST_MATH)
+            inputs = b_q, b_k, b_v
+            inputs, windows = convolve_head(taps, windows, inputs, element, FAST_MATH)
+            b_q, b_k, b_v = inputs
             if windows_ptr is None:
                 conv_state_ptr += stride_conv_state_w
-                store_column(conv_state_ptr, stride_conv_state_c, channels, (q2, k2, v2), masks)
+                newest = windows[0][2], windows[1][2], windows[2][2]
+                store_column(conv_state_ptr, stride_conv_state_c, channels, newest, masks)
             else:
                 p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
                 own = (m_k & writes, m_k & writes, m_v & writes)
                 of_windows = (stride_windows_c, stride_windows_w)
-                heads = (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
-                store_windows(p_w, channels, own, of_windows, heads[0], heads[1], heads[2])
+                store_windows(p_w, channels, own, of_windows, windows[0], windows[1], windows[2])
         b_decay = ex2(log2_decay(b_g, a_log, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
