@@ -10,8 +10,9 @@ original that cannot be imported or refuses a call leaves its columns empty, wit
 
 ``--accuracy`` writes instead, without times, the errors of SageAttention's and SpargeAttn's
 functions at 20 lengths that no block divides, dense, causal, packed and predicted, with attention
-that is nearly uniform and attention that is sharp. It prints last, for each function, the smallest
-and the largest ratio of our error to the original's:
+that is nearly uniform and attention that is sharp. ``e4m3_error`` is what the rounding of weights
+and values to e4m3 costs alone. It prints last, for each function, the smallest and the largest
+ratio of our error to the original's:
 
     python benchmarks/bench_drop_ins.py --accuracy --originals FOLDER \
         --output benchmarks/results/dropins_accuracy_h200.json
@@ -44,7 +45,7 @@ from backend_core.testing.timing import call_time_ms, environment, host_time_ms,
 from mla_backend import reference_sparse_mla
 from mla_backend.testing.sparse_mla_cases import write_records
 
-SAMPLED = 64  # query rows that are compared with float64
+SAMPLED = 256  # query rows that are compared with float64
 PAGE = 64
 VLLMS_FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 """FlashMLA as vLLM 0.33.0 builds it: its sparse kernels serve Hopper, those of the package on PyPI
@@ -58,11 +59,13 @@ class Inputs:
 
     Attributes:
         make: given a package, (its plan or ``None``, its call).
-        error: of an output, as relative L2 over sampled rows in float64.
+        error: of an output, as relative L2 of sampled rows in float64.
+        e4m3_error: likewise, of attention whose weights and values alone are rounded to e4m3.
     """
 
     make: Callable[[Any], tuple[Callable[[], object] | None, Run]]
     error: Callable[[Tensor], float]
+    e4m3_error: Callable[[], float] | None = None
 
 
 @dataclass
@@ -84,20 +87,44 @@ class Case:
 
 
 def attention_error(
-    q: Tensor, k: Tensor, v: Tensor, got: Tensor, *, times_seen: Callable[[Tensor], Tensor]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    got: Tensor | None,
+    *,
+    times_seen: Callable[[Tensor], Tensor],
 ) -> float:
-    """Relative L2 of sampled rows of attention.
+    """Relative L2 of sampled rows of attention, as their root mean square.
+
+    Rows are compared one by one: under a causal mask the first, which see few keys, are so much
+    larger than the others that a norm of all would be theirs.
 
     Args:
-        q: ``[rows, H, D]``; k, v: ``[keys, Hkv, D]``; got: ``[rows, H, DV]``.
+        q: ``[rows, H, D]``; k, v: ``[keys, Hkv, D]``; got: ``[rows, H, DV]``, or ``None`` for
+            float64 attention that rounds its weights and values to e4m3.
         times_seen: how often each of the given rows ``[R, 1]`` sees each key, ``[R, keys]``.
     """
     rows = torch.linspace(0, len(q) - 1, min(SAMPLED, len(q))).long().to(q.device)
     grouped = q[rows].double().unflatten(1, (k.shape[1], -1))
     logits = torch.einsum("rhgd,nhd->rhgn", grouped, k.double()) * q.shape[2] ** -0.5
-    weights = (logits + times_seen(rows[:, None]).double().log()[:, None, None]).softmax(-1)
-    want = torch.einsum("rhgn,nhd->rhgd", weights, v.double()).flatten(1, 2)
-    return float(((got[rows].double() - want).square().sum() / want.square().sum()).sqrt())
+    logits += times_seen(rows[:, None]).double().log()[:, None, None]
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    want = _weighted(weights, v.double())
+    found = got[rows].double() if got is not None else _weighted(_e4m3(weights), _e4m3(v, dim=0))
+    errors = (found - want).square().sum(-1) / want.square().sum(-1)
+    return float(errors.mean().sqrt())
+
+
+def _weighted(weights: Tensor, v: Tensor) -> Tensor:
+    """Rows ``[R, H, DV]`` of weights ``[R, Hkv, G, keys]`` that do not sum to 1."""
+    sums = torch.einsum("rhgn,nhd->rhgd", weights, v)
+    return (sums / weights.sum(-1, keepdim=True)).flatten(1, 2)
+
+
+def _e4m3(x: Tensor, dim: int = -1) -> Tensor:
+    """float64 numbers that e4m3 holds, once the largest along ``dim`` is scaled to its 448."""
+    scale = x.double().abs().amax(dim, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return (x.double() / scale).float().to(torch.float8_e4m3fn).double() * scale
 
 
 def normal(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -208,13 +235,14 @@ def dense_video(
         call = getattr(package, name)
         return None, lambda: call(q, k, v, tensor_layout="HND", is_causal=is_causal)
 
-    def error(got: Tensor) -> float:
-        first = [x[0, :1].transpose(0, 1) for x in (q, k, v, got)]
+    def error(got: Tensor | None = None) -> float:
+        q_1, k_1, v_1 = (x[0, :1].transpose(0, 1) for x in (q, k, v))
+        out = None if got is None else got[0, :1].transpose(0, 1)
         keys = torch.arange(tokens, device=device)
         last = 0 if is_causal else tokens
-        return attention_error(*first, times_seen=lambda rows: keys <= rows + last)
+        return attention_error(q_1, k_1, v_1, out, times_seen=lambda rows: keys <= rows + last)
 
-    return Inputs(make, error)
+    return Inputs(make, error, error)
 
 
 def packed_video(
@@ -257,17 +285,15 @@ def sparse_video(
     options: dict[str, float],
     sharpness: float = 1.0,
 ) -> Inputs:
-    """SpargeAttn's function ``name`` on one clip. Each tile of queries looks for one whole block of
-    keys, which a prediction has to find; the error holds what it leaves out."""
+    """SpargeAttn's function ``name`` on one clip. Every 128 queries, which no package's tile
+    exceeds, look for one block of 128 keys, which a prediction has to find; the error holds what it
+    leaves out."""
     blocks = -(-tokens // 128)
     centres = normal(device, 1, heads, blocks, 128)
-    wanted = torch.randint(0, tokens // 128, (2 * blocks,), device=device)
+    wanted = torch.randint(0, tokens // 128, (blocks,), device=device)
     k, q = (
         (x + 0.3 * normal(device, *x.shape))[:, :, :tokens]
-        for x in (
-            centres.repeat_interleave(128, 2),
-            centres[:, :, wanted].repeat_interleave(64, 2),
-        )
+        for x in (each.repeat_interleave(128, 2) for each in (centres, centres[:, :, wanted]))
     )
     q *= sharpness
     v = normal(device, 1, heads, tokens, 128)
@@ -391,6 +417,8 @@ def measure(case: Case, device: torch.device, turn: int, is_timed: bool = True) 
                 raise
             calls.pop(side, None)
             row["theirs_refused"] = f"{type(reason).__name__}: {reason}".splitlines()[0][:200]
+    if inputs.e4m3_error is not None and "fp16" not in case.function:
+        row["e4m3_error"] = inputs.e4m3_error()
     if not is_timed:
         return row
     for side in sorted(calls, reverse=turn % 2 == 1):

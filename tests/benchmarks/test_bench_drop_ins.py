@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import bench_drop_ins
 from benchmarks.bench_drop_ins import Case
@@ -87,8 +88,15 @@ def test_accuracy_beside_a_worse_original(
     shape = case.shape | {"sharpness": sharpness, "dim": 64}
     case = Case(case.ours, "the_original", case.function, case.caller, case.draw, shape)
     ours = importlib.import_module(case.ours)
-    worse = types.SimpleNamespace(sageattn=lambda *call, **more: 1.3 * ours.sageattn(*call, **more))
-    row = beside(case, worse)
+
+    def worse(*call: Tensor, **more: Any) -> Tensor:
+        """Rows that see more keys are off, whose part in a norm of all rows is small."""
+        out: Tensor = ours.sageattn(*call, **more)
+        out[:, :, 1:] *= 1.3
+        return out
+
+    row = beside(case, types.SimpleNamespace(sageattn=worse))
     assert row["ours_error"] < 0.1 < 0.25 < row["theirs_error"]
+    assert 0.02 < row["e4m3_error"] < 0.05  # both round numbers of three bits after the first
     (line,) = bench_drop_ins.worst([row])
     assert "over 1 rows" in line and "causal" in line
