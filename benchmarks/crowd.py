@@ -5,10 +5,10 @@
     python -m benchmarks.crowd sglang CONFIG_DIR crowd_sglang_drafts.json --drafts 7
 
 A side is Kimi-Linear-48B in `benchmarks.serve_vllm` or `benchmarks.serve_sglang`, in the engine's
-default mode with all of the memory of a GPU of its own; ``--gpus`` sides load at the same time, and
-then run one after the other, since a decode step waits for the host.
-With ``--drafts`` so many tokens are looked up for each step (n-gram drafts), and
-side ``states`` is the flag with a state after each drafted token, as upstream keeps them.
+default mode with all of the memory of a GPU of its own. ``--gpus`` sides load at the same time, and
+run at the same time once all of them have loaded. With ``--drafts`` so many tokens are looked up
+for each step (n-gram drafts), and side ``states`` is the flag with a state after each drafted
+token, as upstream keeps them.
 ``running`` are the most requests that ran at once, ``slots`` what the engine made room for: blocks
 of vLLM's cache, KDA states of sglang's. ``tokens_per_s`` counts new tokens, over a time in which
 the prompts are read too.
@@ -100,6 +100,7 @@ def document(
         "script": "benchmarks/crowd.py",
         **(heads[0] if heads else {}),
         "gpus": 1,
+        "at_once": True,
         **({"drafts": drafts} if drafts else {}),
         "rows": [row for side, data in found.items() for row in rows_of(engine, side, data)],
         "failed": {side: data["failed"] for side, data in found.items() if data["failed"]},

@@ -209,7 +209,7 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
         serve_work.first_part(side, asked)
     if asked.turn is not None:
         serve_work.before_the_turn(side, asked, parts)
-        asked.turn.alone(side.until)
+        asked.turn.take(side.until)
     if "calls" in parts:
         side.part("calls", 25, lambda: serve_work.call_rows(side, asked, steps))
     if "decode" in parts:

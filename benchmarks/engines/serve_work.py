@@ -69,7 +69,7 @@ class Asked(ABC):
     def take(self, args: argparse.Namespace) -> None:
         """What the command line says of what is asked and of this process, before the engine."""
         self.calls, self.ranks = args.calls, args.ranks
-        self.turn = Turn(args.turns) if args.turns else None
+        self.turn = Turn(args.turns, is_alone=not args.own_gpu) if args.turns else None
         if args.variant == DETERMINISTIC:
             os.environ["KDA_DSV4_DETERMINISTIC_PREFIX"] = "1"
         if args.caches:
@@ -306,21 +306,28 @@ class SideFile:
 
 
 class Turn:
-    """Which of the sides that run beside each other may use the GPU, by a lock on a file: all of
-    them, which load and compare tokens, or one, which is timed until its process ends."""
+    """When the sides that run beside each other are timed, by a lock on a file that all of them
+    share while they load and compare tokens.
 
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("a")
+    Attributes:
+        is_alone: each is timed while no other works, and keeps the lock until its process ends;
+            otherwise all are timed at the same time, each on a GPU of its own.
+    """
+
+    def __init__(self, path: Path, *, is_alone: bool = True) -> None:
+        self.file, self.is_alone = path.open("a"), is_alone
         fcntl.flock(self.file, fcntl.LOCK_SH)
 
-    def alone(self, until: float) -> None:
-        """Wait until no other side works, at most until a ``time()``."""
+    def take(self, until: float) -> None:
+        """Wait until no other side loads, or is timed alone, at most until a ``time()``."""
         fcntl.flock(self.file, fcntl.LOCK_UN)
         while time.time() < until:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                break
             time.sleep(0.05)
+        if not self.is_alone:
+            fcntl.flock(self.file, fcntl.LOCK_UN)
 
 
 def say_paths(operators: Any) -> None:

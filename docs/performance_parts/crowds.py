@@ -35,11 +35,14 @@ def _full(name: str, title: str) -> list[str]:
         cells.append([row["what"], row["side"], row["state"], *numbers, rate, f"{gain:.2f}"])
     ended = " and ".join(side.replace(":", " with ") for side in report["failed"])
     more = f" {ended} did not end in the benchmark's time." if ended else ""
+    turns = "one after the other"
+    if "at_once" in report:
+        turns = "at the same time once all have loaded"
     return [
         *section(title, report, name),
         "",
         "Random weights on one GPU, in the engine's default mode but for the format of KDA's"
-        " states. All sides load at the same time on GPUs of one host, and run one after the other."
+        f" states. All sides load at the same time on GPUs of one host, and run {turns}."
         f" × is the rate over that of the first row of the same load.{more}",
         "",
         *table(["load", "side", "states", "running at a time", slots, "tokens/s", "×"], cells),

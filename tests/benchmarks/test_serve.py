@@ -191,12 +191,13 @@ CHILD = """
     if "--turns" in sys.argv:
         from pathlib import Path
         from benchmarks.engines.serve_work import Turn
-        turn = Turn(Path(sys.argv[sys.argv.index("--turns") + 1]))
-        time.sleep(0.5)
-        turn.alone(time.time() + 60)
+        is_alone = "--own-gpu" not in sys.argv
+        turn = Turn(Path(sys.argv[sys.argv.index("--turns") + 1]), is_alone=is_alone)
+        time.sleep(0.6 if side == "upstream" else 0.1)
+        turn.take(time.time() + 60)
         begin = time.time()
         time.sleep(0.3)
-        print("| alone", begin, time.time())
+        print("| timed", begin, time.time())
     row = {"what": "1 × 128", "kind": "call", "ms": ms}
     head = {"gpu": "none", "engine": "fake"}
     data = {"head": head, "rows": [row], "left_out": [], "failed": {}}
@@ -230,13 +231,18 @@ def test_a_pair_is_joined_by_what_was_measured(
     assert "1.50" in shown or broken
 
 
-def test_sides_beside_each_other_are_timed_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_alone", [True, False], ids=["one GPU", "a GPU for each"])
+def test_sides_beside_each_other_are_timed_when_all_have_loaded(
+    is_alone: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "fake_child.py").write_text(textwrap.dedent(CHILD))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
-    flag = ["--attention-backend", "KDA"]
-    sides = {"flag": flag, "upstream": [], "deterministic_prefix": [*flag, "--variant", "x"]}
+    own = [] if is_alone else ["--own-gpu"]
+    flag = [*own, "--attention-backend", "KDA"]
+    sides = {"flag": flag, "upstream": own, "deterministic_prefix": [*flag, "--variant", "x"]}
     out = tmp_path / "out.json"
     assert serve_sides.pair("fake_child", sides, out, 60.0, is_beside=True) == 0
     result = json.loads(out.read_text())
@@ -244,10 +250,13 @@ def test_sides_beside_each_other_are_timed_one_after_the_other(
     (row,) = result["rows"]
     times = {key: row[key] for key in row if key.endswith("_ms")}
     assert times == {"upstream_ms": 3.0, "flag_ms": 2.0, "deterministic_prefix_ms": 2.5}
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("| alone")]
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("| timed")]
     spans = sorted((float(line.split()[2]), float(line.split()[3])) for line in lines)
     assert len(spans) == 3
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    if is_alone:
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    else:
+        assert spans[-1][0] < min(end for _, end in spans)
 
 
 def test_sides_that_are_spread_have_gpus_of_their_own(
