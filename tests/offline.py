@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
+from backend_core.launch.triton import OPTIONS
 from backend_core.target import KNOWN_TARGETS, Target
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +97,7 @@ def compile_kernel(
             attributes.append(["tt.pointer_range", 32])
         attrs[(index,)] = attributes
     source = ASTSource(kernel, signature, constexprs=dict(constexprs), attrs=attrs)
-    compiled = triton.compile(source, target=target, options=dict(options))
+    compiled = triton.compile(source, target=target, options={**OPTIONS, **options})
     return measure(compiled)
 
 

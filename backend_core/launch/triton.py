@@ -28,6 +28,9 @@ Launch = Callable[["tuple[int, ...]"], None]
 """A launch that is ready but for addresses (`KernelLaunch.prepare`)."""
 
 
+OPTIONS = {"enable_fp_fusion": True}
+"""Compiler options of every kernel. A product and the sum behind it are one operation, to which
+kernels owe speed, and bits that two of them share; Triton 3.10 is to end this default."""
 _RECENT = 4096  # exact argument lists that a kernel remembers
 
 
@@ -72,7 +75,7 @@ class KernelLaunch:
         """Args:
             fn: the kernel; its ``tl.constexpr`` parameters stand last in its signature.
             constexprs: a value for each of them.
-            options: ``num_warps``, ``num_stages`` and other compiler options.
+            options: ``num_warps``, ``num_stages`` and other compiler options, beside `OPTIONS`.
             axes: a letter for each dimension of tensors, ``{"q": "thd"}``: ``launch`` fills in
                 those of ``stride_q_t``, ``stride_q_h`` and ``stride_q_d`` that the kernel takes
                 from ``q_ptr``; of an absent tensor they are ``None``. A dot is a dimension whose
@@ -83,7 +86,7 @@ class KernelLaunch:
                 are not of the kernel's arguments.
         """
         self.kernel = self._fn = fn
-        self._kwargs = {**constexprs, **(options or {})}
+        self._kwargs = {**constexprs, **(options or {}), **OPTIONS}
         self.alternatives: tuple[KernelLaunch, ...] = ()
         """Launches with the same arguments that a later call may choose instead of this one: what
         is compiled here is compiled for them too."""

@@ -17,6 +17,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from backend_core.launch.triton import OPTIONS
 from backend_core.tables.load import load_table
 from block_sparse_backend import masks
 from block_sparse_backend.kernels import block_sparse, block_sparse_int8, plans, predict, quantise
@@ -273,7 +274,7 @@ def build_gluon(
             attrs[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(kernel, signature, constexprs=constexprs, attrs=attrs)
     target, _ = TARGETS["sm90"]
-    return triton.compile(source, target=target, options={"num_warps": 4})
+    return triton.compile(source, target=target, options={**OPTIONS, "num_warps": 4})
 
 
 def report(arch: str) -> Report:

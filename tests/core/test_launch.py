@@ -16,7 +16,7 @@ from triton.compiler.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from backend_core.launch.triton import KernelLaunch  # noqa: E402
+from backend_core.launch.triton import OPTIONS, KernelLaunch  # noqa: E402
 
 
 def scale_rows(
@@ -165,7 +165,7 @@ def test_every_call_runs_the_variant_triton_would_run(recorder: RecordingDriver)
         for order in (NAMES, NAMES[::-1], NAMES):  # compiled, found by class, then by the numbers
             launch.launch((3, 2, 1), **{key: _named(args)[key] for key in order})
             source, launched = recorder.launches[-1]
-            fn[(3, 2, 1)](*args, BLOCK=16, HAS_MASK=False, num_warps=1, num_stages=1)
+            fn[(3, 2, 1)](*args, BLOCK=16, HAS_MASK=False, num_warps=1, num_stages=1, **OPTIONS)
             expected_source, expected = recorder.launches[-1]
             assert source is expected_source, name
             # Grid, stream, function and run-time arguments agree, tensors as addresses.
@@ -319,7 +319,7 @@ def test_tensor_descriptors_by_name(recorder: RecordingDriver) -> None:
         fn = JITFunction(copy_block)
         launch = KernelLaunch(fn, {"IS_TENSOR": is_tensor}, {"num_warps": 1})
         for y in (_tensor(), _tensor(), _tensor(offset=1)):
-            fn[(1, 1, 1)](x, other, y, IS_TENSOR=is_tensor, num_warps=1)
+            fn[(1, 1, 1)](x, other, y, IS_TENSOR=is_tensor, num_warps=1, **OPTIONS)
             source, _ = recorder.launches[-1]
             launch.launch((1, 1, 1), x_desc=x, x_source=other, y_ptr=y)
             assert recorder.launches[-1][0] is source
@@ -328,6 +328,24 @@ def test_tensor_descriptors_by_name(recorder: RecordingDriver) -> None:
         launch.launch((1, 1, 1), x_desc=x, x_source=whole, y_ptr=_tensor())
         sources.append(recorder.launches[-1][0])
     assert sources[0] is sources[1] is sources[3] is not sources[2]
+
+
+def test_products_and_sums_are_fused_whatever_the_default(
+    recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def multiply_add(x_ptr, y_ptr, factor, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        y = tl.load(y_ptr + at)
+        tl.store(y_ptr + at, tl.load(x_ptr + at) * factor + y)
+
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    fn, x = JITFunction(multiply_add), torch.zeros(32)
+    fused = KernelLaunch(fn, {"BLOCK": 32}, {"num_warps": 1})
+    fused.launch((1, 1, 1), x_ptr=x, y_ptr=x.clone(), factor=2.0)
+    (compiled,) = fused._compiled.values()
+    apart = fn.warmup(x, x.clone(), 2.0, BLOCK=32, num_warps=1, grid=(1,))
+    code, word = ("ptx", "fma.rn.f32") if "ptx" in compiled.asm else ("amdgcn", "v_fma")
+    assert word in compiled.asm[code] and word not in apart.asm[code]
 
 
 def test_strides_come_from_the_axes(recorder: RecordingDriver) -> None:

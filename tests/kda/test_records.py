@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton._C.libtriton import interpreter
 
 from backend_core.testing.numerics import poisoned
 from kda_backend import (
@@ -137,6 +138,11 @@ def test_a_count_that_is_off_by_one_shows(backend: Backend, seed: int, off_by: i
         run(backend, drafts(backend, seed, has_conv=False), off_by)
 
 
+FUSES_FOLDS_ALONE = not ON_GPU and hasattr(interpreter, "fma_fp32")
+"""Whether the interpreter, from Triton 3.9 on, rounds the FMA of a fold once. It rounds apart what
+compilers fuse, a product and the sum behind it in a verification."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bits_are_those_of_states(device: torch.device, seed: int, dtype: torch.dtype) -> None:
     """In Triton and without a convolution, whose k is rounded here alone: outputs, and what is
@@ -158,7 +164,12 @@ def test_bits_are_those_of_states(device: torch.device, seed: int, dtype: torch.
         x.pools.memory.copy_(pools.memory)
         commit(kernels, x, [accepted])
         kept = states[0, accepted - 1]
-        assert_same_bits(f"state after {accepted}", x.pools.states[x.slots[0]], kept)
+        state = x.pools.states[x.slots[0]]
+        if FUSES_FOLDS_ALONE and dtype == torch.float32:
+            ulp = torch.finfo(dtype).eps * kept.abs().max().item()
+            torch.testing.assert_close(state, kept, rtol=0.0, atol=4 * ulp)
+            continue
+        assert_same_bits(f"state after {accepted}", state, kept)
 
 
 def test_committing_is_verifying_with_what_is_held(backend: Backend, seed: int) -> None:
