@@ -158,6 +158,7 @@ def _busy(report: dict[str, Any]) -> list[str]:
     for what in dict.fromkeys(profile["what"] for profile in profiles):
         ranks = [profile for profile in profiles if profile["what"] == what]
         experts = ranks[0]["kernels"].get("fused_moe_kernel", [0.0])[0]
+        kda = sum(ms for kernel, (ms, _) in ranks[0]["kernels"].items() if kernel in _OF_KDA)
         reduced = [
             sum(ms for kernel, (ms, _) in rank["kernels"].items() if _is_all_reduce(kernel))
             for rank in ranks
@@ -169,16 +170,22 @@ def _busy(report: dict[str, Any]) -> list[str]:
                 f"{min(r['busy'] for r in ranks):.0%} to {max(r['busy'] for r in ranks):.0%}",
                 f"{experts:.1f}",
                 f"{min(reduced):.1f} to {max(reduced):.1f}",
+                f"{kda:.1f}",
             ]
         )
-    titles = ["call", "from first to last kernel", "ranks busy", "experts", "all-reduces"]
+    titles = ["call", "from first to last kernel", "ranks busy", "experts", "all-reduces", "KDA"]
     return [
         "A profile of the side with the flag, in ms, from the least to the most of all ranks. An"
-        " all-reduce waits for the slowest rank, and that waiting counts as busy.",
+        " all-reduce waits for the slowest rank, and that waiting counts as busy. KDA is this"
+        " package's kernels, as far as they are among the step's twelve longest.",
         "",
         *table(titles, cells),
         "",
     ]
+
+
+_SCANS = ("scan", "scan_split", "segment_ends", "merge_segments")
+_OF_KDA = ("short_conv_kernel", "intra_chunk", *_SCANS)
 
 
 def _is_all_reduce(kernel: str) -> bool:
