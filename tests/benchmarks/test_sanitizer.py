@@ -228,7 +228,7 @@ LANES_PART = {
     ),
     "mla_decode": (
         KERNELS, "mla_decode.cu",
-        "                __syncwarp();\n                if (at.lane == 0) s.p_ready",
+        "    __syncwarp();\n    if (at.lane == 0) s.p_ready",
     ),
 }  # fmt: skip
 """Folder, file and text of the meeting that each kernel's row asks for."""

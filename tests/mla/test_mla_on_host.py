@@ -188,32 +188,32 @@ PLANTED = {
         "mla_decode.cu",
         "        fence_barrier_init();\n",
         "",
-        r"missing barrier fence: mla_decode\.cu:\d+ `tma_load_3d\(.*which mla_decode\.cu:\d+ .*"
+        r"missing barrier fence: decode_blocks\.cuh:\d+ `tma_load_3d\(.*which mla_decode\.cu:\d+ .*"
         r"rope_full\[i\]\.init\(1\)",
     ),
     "a proxy fence dropped before a product": (
         "mla_decode.cu",
-        "                tma_store_fence();\n                __syncwarp();",
-        "                __syncwarp();",
-        r"missing proxy fence: mla_decode\.cu:\d+ `.*wgmma_m64n256k16\(.* a wgmma reads .*, which "
-        r"mla_decode\.cu:\d+ `(stmatrix|\*reinterpret_cast)",
+        "    tma_store_fence();\n    __syncwarp();",
+        "    __syncwarp();",
+        r"missing proxy fence: decode_steps\.cuh:\d+ `.*wgmma_m64n256k16\(.* a wgmma reads .*, "
+        r"which decode_steps\.cuh:\d+ `(stmatrix|\*reinterpret_cast)",
     ),
     "more bytes expected than come": (
-        "mla_decode.cu",
+        "decode_blocks.cuh",
         "full.arrive_and_expect_tx(whole ? BOX : valid * PIECE * 128);",
         "full.arrive_and_expect_tx(BOX);",
-        r"deadlock: .* wait at mla_decode\.cu:\d+ `.*_full.*wait\(.*lacks 0 of 1 "
+        r"deadlock: .* wait at decode_steps\.cuh:\d+ `.*_full.*wait\(.*lacks 0 of 1 "
         r"arrivals and \d+ bytes",
     ),
     "an arrival lost": (
         "mla_decode.cu",
         "if (at.lane == 0) s.p_ready[buffer].arrive();",
         "if (at.lane == 0 && at.warp) s.p_ready[buffer].arrive();",
-        r"deadlock: .* wait at mla_decode\.cu:\d+ `s\.p_ready\[buffer \^ 1\]\.wait\(.*lacks 1 of 4 "
+        r"deadlock: .* wait at mla_decode\.cu:\d+ `s\.p_ready\[buffer\]\.wait\(.*lacks 1 of 4 "
         r"arrivals and 0 bytes",
     ),
     "a wrong swizzle": (
-        "mla_decode.cu",
+        "decode_blocks.cuh",
         "((chunk ^ (row & 7)) << 4); }",
         "((chunk ^ (row & 6)) << 4); }",
         r"relative error of the output",
