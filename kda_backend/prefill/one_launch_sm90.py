@@ -16,13 +16,11 @@ from backend_core.target import Target
 from kda_backend.contract.calls import Addresses, PrefillCall, PreparedPrefill
 from kda_backend.contract.values import GateSpec, StateRef
 from kda_backend.prefill.arguments_sm90 import (
-    DIM,
     KERNELS,
     SEQUENCE_ADDRESSES,
     SEQUENCE_FIELDS,
     SNAPSHOT_POOL_FIELDS,
     STRUCTS,
-    TILE_BYTES,
     HopperPath,
     PrefillVariant,
     Track,
@@ -49,7 +47,6 @@ _FIELDS = (
     ("a_log", "const float*"),  # [HV] or null
     ("dt_bias", "const float*"),  # [HV, 128] or null
     *SEQUENCE_FIELDS,
-    ("carry", "float*"),  # [CTAs with sequences of several chunks, 128, 128]
     ("scale", "float"),
     ("lower_bound", "float"),  # of a bounded gate
     ("num_snapshots", "int"),
@@ -62,7 +59,7 @@ _FIELDS = (
 PARAMS = CudaParams(
     _FIELDS,
     STRUCTS,
-    (*("q", "k", "g", "v", "o", "beta", "a_log", "dt_bias"), *SEQUENCE_ADDRESSES, "carry"),
+    (*("q", "k", "g", "v", "o", "beta", "a_log", "dt_bias"), *SEQUENCE_ADDRESSES),
 )
 POOL_PARAMS = CudaParams((*_FIELDS, *SNAPSHOT_POOL_FIELDS), STRUCTS)
 """Parameters of the variants that write snapshots to a pool."""
@@ -92,6 +89,13 @@ class Launch(NamedTuple):
 
 
 def bind(row: Row, spec: KdaShape, target: Target) -> OneLaunchSm90:
+    """Raises:
+    ValueError: the row is for sequences of more than one chunk.
+    """
+    if row.max_longest is None or row.max_longest > CHUNK:
+        raise ValueError(
+            f"expected max_longest of at most {CHUNK} for one_launch_sm90, got {row.max_longest}"
+        )
     return OneLaunchSm90(target)
 
 
@@ -126,7 +130,7 @@ def _launch_of(
     tokens, gate, step_plan, state, *_ = call
     value_heads = tokens.v.shape[2]
     assert step_plan.max_tokens is not None  # the row has a limit of the longest sequence
-    tasks, num_tiles = (n * value_heads for n in (step_plan.num_sequences, step_plan.num_chunks))
+    tasks = step_plan.num_sequences * value_heads
     chosen = choose_launch(step_plan.max_tokens, tasks, sms)
     kernel = kernels[chosen.rows, chosen.ctas_per_sm]
     table = step_plan.chunk_table
@@ -152,12 +156,10 @@ def _launch_of(
         rows: Addresses, gate: GateSpec, states: Addresses, scratch: Scratch, qk_conv: Addresses
     ) -> None:
         q, k, v, g, beta, o = rows
-        # a sequence of several chunks has tiles of more bytes than its state, 64 KiB a value head
-        carry = scratch.addresses(num_tiles, TILE_BYTES, DIM)[0]
         _a_log, a_log = gate_parameter(gate.a_log)
         _dt_bias, dt_bias = gate_parameter(gate.dt_bias)
         *sequences, slots = states
-        filled = params(q, k, g, v, o, beta, a_log, dt_bias, *sequences, carry)
+        filled = params(q, k, g, v, o, beta, a_log, dt_bias, *sequences)
         kernel(chosen.ctas, _THREADS, filled + in_pool(slots))
 
     return launch

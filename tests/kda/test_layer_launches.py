@@ -111,6 +111,7 @@ class Step:
         self.slots = torch.tensor(INDICES, dtype=torch.int32)
         self.initial = torch.tensor(INITIAL) if starts else None
         offsets = torch.tensor([64, 0, 0, 0, 128, 0], dtype=torch.int32)
+        offsets.clamp_(max=row.max_longest or 128)
         kept = Checkpoints.of(offsets, torch.tensor([2, 0, 0, 0, 5, 0]), 0)
         self.checkpoints = kept if keeps else None
 
@@ -156,7 +157,8 @@ def test_later_layers_make_the_launches_of_their_own_tensors(
     keeps: bool,
 ) -> None:
     backend = Backend("kernels", CPU)
-    models = [Model(backend, seed + n, LENGTHS, dim=128, gate=gate) for n in range(3)]
+    lengths = [min(length, row.max_longest or length) for length in LENGTHS]
+    models = [Model(backend, seed + n, lengths, dim=128, gate=gate) for n in range(3)]
     step = Step(models, row, starts=starts, keeps=keeps)
     outs = [torch.empty(model.g.shape, dtype=torch.bfloat16) for model in models]
     step.run(models[0], outs[0])

@@ -2,22 +2,19 @@
 //
 // What intra_chunk.cu and scan.cu compute, by the same functions and so with the same bits, but a
 // chunk's tile stays in shared memory, and only rows that are there are worked on. A task is one
-// sequence and value head, or a half of its value rows where p.split is 1. A CTA of 4 warps makes
-// one chunk after the other, and one task after the other:
+// sequence of at most one chunk and a value head, or a half of its value rows where p.split is 1. A
+// CTA of 4 warps works on one task after the other:
 //
-//     k, q, g (and v) arrive          asked for while the last chunk left
+//     k, q, g (and v) arrive          asked for while the last task left
 //     the state is asked for in the L2 cache
 //     warp w: row block w of the tile make_tile: as intra_chunk.cu, nothing leaves
 //     all warps, for each half:       scan_half: 64 value rows of the scan
 //         state from memory
 //         e, S, o                     as scan.cu
-//         the next chunk's k, q, g    are asked for, after the last product of the last half
+//         the next task's k, q, g     are asked for, after the last product of the last half
 //         o and S to memory
 //
 // Several CTAs share an SM, so that one's copies pass beside the arithmetic of others.
-//
-// The state of a sequence of several chunks passes through ``carry`` between two of them: a lane
-// reads what it wrote, so nothing orders these but the program.
 //
 // Compile-time: GATE, BETA, L2NORM, BETA_FP32 (as intra_chunk.cu); CU_INT64, DT_STATE, TRACK (as
 // scan.cu); ROWS: 64, or 32 or 16 where no sequence is longer; MIN_BLOCKS per SM.
@@ -74,35 +71,35 @@ struct Halves {
 // A warp's own 16 of 64 values of each of a chunk's tokens, zeros after the last.
 // A lane fetches the pieces that it stores as output.
 __device__ __forceinline__ void fetch_own_values(const Params& p, Shared& s, const Task& task,
-                                                 const Lane& at, int half, int c) {
+                                                 const Lane& at, int half) {
     const int row = at.lane / 2, piece = 2 * at.warp + at.lane % 2;
-    const u16* from = static_cast<const u16*>(p.v.ptr) + (task.begin + c * C + row) * p.v.stride_t +
+    const u16* from = static_cast<const u16*>(p.v.ptr) + (task.begin + row) * p.v.stride_t +
                       task.head * p.v.stride_h + 64 * half + 8 * piece;
     const u32 to = values_at(values_of(s, half), row, piece);
 #pragma unroll
     for (int i = 0; i < ROWS; i += 16)
         cp_async_cacheglobal_zfill(to + i * PITCH, from + i * p.v.stride_t,
-                                   row + i < task.rows(c));
+                                   row + i < task.rows(0));
     cp_async_fence();
 }
 __device__ __forceinline__ void store_own_output(const Params& p, Shared& s, const Task& task,
-                                                 const Lane& at, int c) {
+                                                 const Lane& at) {
     const int row = at.lane / 2, piece = 2 * at.warp + at.lane % 2;
-    u16* to = output_of(p, task, row, piece) + c * C * p.o.stride_t;
+    u16* to = output_of(p, task, row, piece);
     const u32 from = values_at(values_of(s, task.half), row, piece);
 #pragma unroll
     for (int i = 0; i < ROWS; i += 16)
-        if (row + i < task.rows(c))
+        if (row + i < task.rows(0))
             *reinterpret_cast<uint4*>(to + i * p.o.stride_t) = load_shared(from + i * PITCH);
 }
 
-// Where the keys, queries and gates of chunk c of a task lie.
-__device__ __forceinline__ TileSource source_of(const Params& p, const Task& task, int c) {
+// Where the keys, queries and gates of a task lie.
+__device__ __forceinline__ TileSource source_of(const Params& p, const Task& task) {
     TileSource from;
     from.head = task.head;
     from.key_head = task.head / p.heads_per_key;
-    from.token = static_cast<int>(task.begin) + c * C;
-    from.length = task.rows(c);
+    from.token = static_cast<int>(task.begin);
+    from.length = task.rows(0);
     return from;
 }
 __device__ __forceinline__ void fetch_chunk(const Params& p, Shared& s, const TileSource& from) {
@@ -110,10 +107,10 @@ __device__ __forceinline__ void fetch_chunk(const Params& p, Shared& s, const Ti
     fetch_queries_and_gates(p, s, from, from.head, from.length);
 }
 __device__ __forceinline__ void fetch_all_values(const Params& p, Shared& s, const Task& task,
-                                                 const Lane& at, const Halves& halves, int c) {
+                                                 const Lane& at, const Halves& halves) {
     if (!VALUES_APART) return;
     for (int half = halves.first; half < halves.end; ++half)
-        fetch_own_values(p, s, task, at, half, c);
+        fetch_own_values(p, s, task, at, half);
 }
 // A value row of the state for each thread.
 __device__ __forceinline__ void prefetch_states(const Params& p, const Task& task,
@@ -193,24 +190,6 @@ __device__ __forceinline__ void make_tile(const Params& p, Shared& s, int length
     __syncthreads();
 }
 
-// The state between two chunks of a task, each lane's in a place of its own.
-__device__ __forceinline__ float4* carried(const Params& p, int half) {
-    return reinterpret_cast<float4*>(p.carry) + (2 * blockIdx.x + half >> p.split) * 16 * 128 + threadIdx.x;
-}
-__device__ __forceinline__ void read_carried(const Params& p, int half, float (&state)[64]) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        const float4 x = carried(p, half)[128 * i];
-        state[4 * i] = x.x, state[4 * i + 1] = x.y, state[4 * i + 2] = x.z, state[4 * i + 3] = x.w;
-    }
-}
-__device__ __forceinline__ void write_carried(const Params& p, int half, const float (&state)[64]) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-        carried(p, half)[128 * i] =
-            make_float4(state[4 * i], state[4 * i + 1], state[4 * i + 2], state[4 * i + 3]);
-}
-
 // e += S (-k_in)^T, o = S q_in^T, S = S diag(chunk decay). The state becomes an operand by parts, of
 // which the registers hold one beside state, e and o.
 __device__ __forceinline__ void add_state_products(float (&e)[ROWS / 2], float (&o)[ROWS / 2],
@@ -251,19 +230,16 @@ __device__ __forceinline__ void add_state_products(float (&e)[ROWS / 2], float (
     warpgroup_fence_operand(o);
 }
 
-// Chunk c of 64 value rows. ``after_products`` is called when the tile has been read.
+// 64 value rows of a task. ``after_products`` is called when the tile has been read.
 template <typename F>
 __device__ __forceinline__ void scan_half(const Params& p, Shared& s, const RowLane& at,
-                                          const Task& task, int c, F after_products) {
+                                          const Task& task, F after_products) {
     float state[64], e[ROWS / 2], o[ROWS / 2];
     u32 e_operand[ROW_BLOCKS][4];
     const u32 values = values_of(s, task.half);
-    if (!VALUES_APART) fetch_own_values(p, s, task, at, task.half, c);
-    if (c == 0)
-        read_state(p, task, at, state);
-    else
-        read_carried(p, task.half, state);
-    if (TRACK) track_state(p, task, at, state, c);
+    if (!VALUES_APART) fetch_own_values(p, s, task, at, task.half);
+    read_state(p, task, at, state);
+    if (TRACK) track_state(p, task, at, state, 0);
     if (!VALUES_APART) {
         cp_async_wait<0>();
         __syncwarp();
@@ -281,13 +257,9 @@ __device__ __forceinline__ void scan_half(const Params& p, Shared& s, const RowL
     after_products();
     // these values are this warp's own, and have been read
     write_output(o, p.scale, values, at);
-    store_own_output(p, s, task, at, c);
-    if (c + 1 < task.chunks) {
-        write_carried(p, task.half, state);
-    } else {
-        if (TRACK) track_state(p, task, at, state, task.chunks);
-        write_state(p, task, at, state);
-    }
+    store_own_output(p, s, task, at);
+    if (TRACK) track_state(p, task, at, state, 1);
+    write_state(p, task, at, state);
 }
 // A sequence without tokens hands its state on.
 __device__ __forceinline__ void hand_on(const Params& p, Task task, const Lane& at,
@@ -300,49 +272,44 @@ __device__ __forceinline__ void hand_on(const Params& p, Task task, const Lane& 
     }
 }
 
-// A task's chunks; asks for the first of the task ``next`` at the end.
+// A task with tokens; finds the task ``next`` and asks for its rows.
 __device__ __forceinline__ void run_task(const Params& p, Shared& s, Task& task,
                                          const Halves& halves, int next) {
     const bool is_leader = threadIdx.x == LEADER_THREAD;
     const float a_log = p.a_log ? p.a_log[task.head] : 0.0f;
     const float rate = decay_rate(a_log);
+    load_beta(p, s, source_of(p, task), task.head, task.rows(0));
+    cp_async_wait<0>();
+    shift_bias(s.bias, a_log);
+    __syncthreads();
+    if (is_leader) find_sequence(p, s, next);
+    make_tile(p, s, task.rows(0), rate);
+    if (is_leader) find_tokens(p, s, next);
 #pragma unroll 1
-    for (int c = 0; c < task.chunks; ++c) {
-        const bool is_last = c + 1 == task.chunks;
-        load_beta(p, s, source_of(p, task, c), task.head, task.rows(c));
-        cp_async_wait<0>();
-        shift_bias(s.bias, a_log);
-        __syncthreads();
-        if (is_leader && is_last) find_sequence(p, s, next);
-        make_tile(p, s, task.rows(c), rate);
-        if (is_leader && is_last) find_tokens(p, s, next);
-#pragma unroll 1
-        for (task.half = halves.first; task.half < halves.end; ++task.half)
-            scan_half(p, s, RowLane(reread_thread_index()), task, c, [&] {
-                if (task.half + 1 < halves.end) return;
-                cp_async_wait<0>();
-                __syncthreads();  // the tile has been read, and the next task found
-                if (is_last && next >= p.num_tasks) return;
-                fetch_chunk(p, s, is_last ? source_of(p, found_task(p, s, next), 0)
-                                          : source_of(p, task, c + 1));
-            });
-        if (!is_last) fetch_all_values(p, s, task, Lane(), halves, c + 1);
-    }
+    for (task.half = halves.first; task.half < halves.end; ++task.half)
+        scan_half(p, s, RowLane(reread_thread_index()), task, [&] {
+            if (task.half + 1 < halves.end) return;
+            cp_async_wait<0>();
+            __syncthreads();  // the tile has been read, and the next task found
+            if (next < p.num_tasks) fetch_chunk(p, s, source_of(p, found_task(p, s, next)));
+        });
 }
 
 extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) one_launch(const Params p) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared_memory());
     Task task(p, blockIdx.x >> p.split, 0);
-    if (task.chunks) fetch_chunk(p, s, source_of(p, task, 0));
+    if (task.chunks) fetch_chunk(p, s, source_of(p, task));
 #pragma unroll 1
     for (int number = blockIdx.x; number < p.num_tasks;) {
         const Halves halves(p, number);
         const Lane at;
         const int next = number + gridDim.x;
         if (p.prefetch_state) prefetch_states(p, task, halves);
-        fetch_all_values(p, s, task, at, halves, 0);
-        run_task(p, s, task, halves, next);
-        if (task.chunks == 0) hand_on(p, task, at, halves);
+        fetch_all_values(p, s, task, at, halves);
+        if (task.chunks)
+            run_task(p, s, task, halves, next);
+        else
+            hand_on(p, task, at, halves);
         if (next < p.num_tasks)
             task = task.chunks ? found_task(p, s, next) : Task(p, next >> p.split, 0);
         number = next;
