@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_core.operator import Selection
 from backend_core.testing.records import write_record
 from backend_core.testing.timing import (
-    call_time_ms,
     copy_bandwidth_gbs,
     environment,
     graph_time_ms,
@@ -152,7 +151,6 @@ def new_row(case: Case, **more: object) -> dict[str, Any]:
 
 
 def take_times(row: dict[str, Any], name: str, call: Step) -> None:
-    row[f"{name}_call_ms"] = call_time_ms(call)
     row[f"{name}_host_ms"] = host_time_ms(call)
     row[f"{name}_gpu_ms"] = graph_time_ms(call)
 
@@ -181,7 +179,7 @@ def measure(
             continue
         tell("at", [task, name])
         try:
-            beside(row, name, [peers.make[name](part) for part in parts], parts, wanted, ours)
+            beside(row, name, [peers.make[name](part) for part in parts], parts, wanted)
         except Exception as error:
             row["not_run"][name] = described(error)
             if not device_is_well():
@@ -209,21 +207,11 @@ def beside(
     steps: list[Step],
     parts: list[TimedStep],
     wanted: list[torch.Tensor],
-    ours: list[records.Written],
 ) -> None:
-    """A peer's records beside float64's and ours, and its times."""
+    """A peer's records beside float64's, and its times."""
     theirs = [records.run(part, step) for part, step in zip(parts, steps, strict=True)]
     checked = zip(parts, wanted, theirs, strict=True)
     row[f"{name}_float64_bytes"] = min(records.beside_float64(*each) for each in checked)
-    pairs = list(zip(ours, theirs, strict=True))
-    differing = sum(records.differing_bytes(*pair) for pair in pairs)
-    count = sum(one.data.numel() + one.scales.numel() for one in ours)
-    row[f"{name}_equal_bytes"] = 1 - differing / max(count, 1)
-    row[f"{name}_differing_bytes"] = differing
-    row[f"{name}_difference"] = max(
-        records.difference(part, one, records.values(part, other))
-        for part, (one, other) in zip(parts, pairs, strict=True)
-    )
     take_times(row, name, together(steps))
 
 
