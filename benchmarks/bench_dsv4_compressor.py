@@ -142,14 +142,6 @@ def make_parts(layout: str, case: Case) -> list[TimedStep]:
     return [dsv4_sglang.ring_step(k, phase, n, ends, default_device()) for k in kinds]
 
 
-def new_row(case: Case, **more: object) -> dict[str, Any]:
-    phase, part, ratio, n, ends = case
-    row: dict[str, Any] = {"phase": phase, "part": part} | more
-    row |= {"ratio": ratio, "n": n, "ends": ends, "ours_gpu_ms": None}
-    row |= {f"{name}_gpu_ms": None for names in PEERS.values() for name in names}
-    return row | {"floor_ms": None}
-
-
 def take_times(row: dict[str, Any], name: str, call: Step) -> None:
     row[f"{name}_host_ms"] = host_time_ms(call)
     row[f"{name}_gpu_ms"] = graph_time_ms(call)
@@ -164,7 +156,10 @@ def measure(
 ) -> dict[str, Any]:
     """The row of a case: ours, and every peer of the layout on the same tensors."""
     parts = make_parts(layout, case)
-    row = new_row(case, layout=layout)
+    phase, part, ratio, n, ends = case
+    row: dict[str, Any] = {"phase": phase, "part": part, "layout": layout}
+    row |= {"ratio": ratio, "n": n, "ends": ends, "ours_gpu_ms": None}
+    row |= {f"{name}_gpu_ms": None for name in PEERS[layout]}
     wanted = [records.float64_rows(part) for part in parts]
     ours = [records.run(part, part.call()) for part in parts]
     checked = zip(parts, wanted, ours, strict=True)

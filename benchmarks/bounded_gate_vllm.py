@@ -137,7 +137,6 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model,
         "attention_backend": args.attention_backend,
         "prefill_backend": llm.apply_model(prefill_backend)[0],
-        "compiled_after_load": compilation.kernels,
     }
     side = SideFile(args.out, args.until, head)
     say(f"{args.model}: {head['head']['engine']}, {head['engine']}")

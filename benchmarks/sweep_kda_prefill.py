@@ -123,7 +123,7 @@ def timed(row: dict[str, Any]) -> Timed:
     """The shape of a row, and ms by schedule."""
     shape = PrefillShape(row["tiles"], row["tasks"], row["max_chunks"], row["long_tasks"])
     times = row["times"].items()
-    return shape, {Schedule(*map(int, fields.split())): ms for fields, ms in times}
+    return shape, {Schedule._make(map(int, fields.split())): ms for fields, ms in times}
 
 
 def chosen(model: CostModel, shape: PrefillShape, times: dict[Schedule, float]) -> Schedule:
