@@ -5,9 +5,9 @@
 
 Parts: ``main`` (C4 and C128), ``indexer``, ``both`` (a C4 layer's two compressors, one call after
 the other), on tensors as vLLM lays them out (fp32 projections, a paged fp32 state, a block table)
-and as sglang does (``layout`` ``ring``, where the indexer rotates). ``--only low_ratio`` measures
-DeepSeek-V4.1's compressors instead (`benchmarks.dsv4_low_ratio`), into a file of their own, and
-``--only low_ratio_sglang`` those beside sglang.
+and as sglang does (``layout`` ``ring``, where the indexer rotates). ``--only v41`` measures
+DeepSeek-V4.1's compressors instead (`benchmarks.dsv4_v41`), into a file of their own, and
+``--only v41_sglang`` those beside sglang.
 
 ``vllm`` is vLLM 0.33's step in Triton, ``vllm_cutedsl`` its step as it runs on CUDA, and
 ``sglang_jit`` sglang 0.5.23's. Every implementation writes into poison, and its records and state
@@ -36,15 +36,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from backend_core.operator import Selection
 from backend_core.testing.records import write_record
 from backend_core.testing.timing import (
-    call_time_ms,
     copy_bandwidth_gbs,
     environment,
     graph_time_ms,
     host_time_ms,
     installed_version,
 )
-from benchmarks import dsv4_low_ratio
 from benchmarks import dsv4_records as records
+from benchmarks import dsv4_v41
 from benchmarks.empty_launch import empty_launch_ms
 from benchmarks.peers import dsv4_sglang, dsv4_vllm
 from dsv4_backend import SeqLens, compress_norm_rope_hadamard_
@@ -68,12 +67,12 @@ class Peers:
 
     make: dict[str, Callable[[TimedStep], Step]] = field(default_factory=dict)
     refused: dict[str | tuple[str, str | int], str] = field(default_factory=dict)
-    low_ratio: Any = None
-    sglang_low_ratio: Any = None
+    v41: Any = None
+    sglang_v41: Any = None
 
     @property
     def has_sglang(self) -> bool:
-        return "sglang_jit" in self.make or self.sglang_low_ratio is not None
+        return "sglang_jit" in self.make or self.sglang_v41 is not None
 
     def reason(self, name: str, kind: str, task: int) -> str | None:
         refused = self.refused
@@ -99,26 +98,26 @@ def tokens_of(phase: str, n: int, ratio: int, ends: str) -> tuple[torch.Tensor, 
 def load_peers(vllm: Path | None, sglang: Path | None, only: str | None = None) -> Peers:
     """The peers, from their sources; whatever is missing becomes the reason."""
     found = Peers()
-    if only == "low_ratio_sglang":
+    if only == "v41_sglang":
         try:
             if sglang is None:
                 raise ImportError("--sglang-source was not given")
-            found.sglang_low_ratio = dsv4_sglang.load_low_ratio(sglang.resolve())
+            found.sglang_v41 = dsv4_sglang.load_v41(sglang.resolve())
         except Exception as error:
-            found.refused["sglang_low_ratio"] = described(error)
+            found.refused["sglang_v41"] = described(error)
         return found
     try:
         if vllm is None:
             raise ImportError("--vllm-source was not given")
         loaded = dsv4_vllm.load(vllm.resolve())
         found.make["vllm"] = lambda part: dsv4_vllm.triton_step(loaded, part)
-        found.low_ratio = dsv4_vllm.load_low_ratio()
+        found.v41 = dsv4_vllm.load_v41()
         dsv4_vllm.load_cutedsl(loaded)
         found.make["vllm_cutedsl"] = lambda part: dsv4_vllm.upstream_step(loaded, part)
     except Exception as error:
         for name in {"vllm", "vllm_cutedsl"} - set(found.make):
             found.refused[name] = described(error)
-        found.refused["vllm_low_ratio"] = described(error)
+        found.refused["vllm_v41"] = described(error)
     try:
         if sglang is None:
             raise ImportError("--sglang-source was not given")
@@ -143,16 +142,7 @@ def make_parts(layout: str, case: Case) -> list[TimedStep]:
     return [dsv4_sglang.ring_step(k, phase, n, ends, default_device()) for k in kinds]
 
 
-def new_row(case: Case, **more: object) -> dict[str, Any]:
-    phase, part, ratio, n, ends = case
-    row: dict[str, Any] = {"phase": phase, "part": part} | more
-    row |= {"ratio": ratio, "n": n, "ends": ends, "ours_gpu_ms": None}
-    row |= {f"{name}_gpu_ms": None for names in PEERS.values() for name in names}
-    return row | {"floor_ms": None}
-
-
 def take_times(row: dict[str, Any], name: str, call: Step) -> None:
-    row[f"{name}_call_ms"] = call_time_ms(call)
     row[f"{name}_host_ms"] = host_time_ms(call)
     row[f"{name}_gpu_ms"] = graph_time_ms(call)
 
@@ -166,7 +156,10 @@ def measure(
 ) -> dict[str, Any]:
     """The row of a case: ours, and every peer of the layout on the same tensors."""
     parts = make_parts(layout, case)
-    row = new_row(case, layout=layout)
+    phase, part, ratio, n, ends = case
+    row: dict[str, Any] = {"phase": phase, "part": part, "layout": layout}
+    row |= {"ratio": ratio, "n": n, "ends": ends, "ours_gpu_ms": None}
+    row |= {f"{name}_gpu_ms": None for name in PEERS[layout]}
     wanted = [records.float64_rows(part) for part in parts]
     ours = [records.run(part, part.call()) for part in parts]
     checked = zip(parts, wanted, ours, strict=True)
@@ -181,7 +174,7 @@ def measure(
             continue
         tell("at", [task, name])
         try:
-            beside(row, name, [peers.make[name](part) for part in parts], parts, wanted, ours)
+            beside(row, name, [peers.make[name](part) for part in parts], parts, wanted)
         except Exception as error:
             row["not_run"][name] = described(error)
             if not device_is_well():
@@ -209,21 +202,11 @@ def beside(
     steps: list[Step],
     parts: list[TimedStep],
     wanted: list[torch.Tensor],
-    ours: list[records.Written],
 ) -> None:
-    """A peer's records beside float64's and ours, and its times."""
+    """A peer's records beside float64's, and its times."""
     theirs = [records.run(part, step) for part, step in zip(parts, steps, strict=True)]
     checked = zip(parts, wanted, theirs, strict=True)
     row[f"{name}_float64_bytes"] = min(records.beside_float64(*each) for each in checked)
-    pairs = list(zip(ours, theirs, strict=True))
-    differing = sum(records.differing_bytes(*pair) for pair in pairs)
-    count = sum(one.data.numel() + one.scales.numel() for one in ours)
-    row[f"{name}_equal_bytes"] = 1 - differing / max(count, 1)
-    row[f"{name}_differing_bytes"] = differing
-    row[f"{name}_difference"] = max(
-        records.difference(part, one, records.values(part, other))
-        for part, (one, other) in zip(parts, pairs, strict=True)
-    )
     take_times(row, name, together(steps))
 
 
@@ -254,7 +237,7 @@ def cases() -> list[Case]:
 def tasks(only: str | None = None) -> list[Callable[[Peers, float, int], dict[str, Any]]]:
     """The measurements, each from (peers, bandwidth, its number)."""
     if only is not None:
-        return dsv4_low_ratio.tasks("sglang" if only == "low_ratio_sglang" else "vllm")
+        return dsv4_v41.tasks("sglang" if only == "v41_sglang" else "vllm")
     found: list[Callable[[Peers, float, int], dict[str, Any]]] = []
     for layout in PEERS:
         for case in cases():
@@ -325,7 +308,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--vllm-source", type=Path, help="vLLM 0.33.0's site-packages, or a copy")
     parser.add_argument("--sglang-source", type=Path, help="sglang 0.5.23's, with its headers")
-    only = ("low_ratio", "low_ratio_sglang")
+    only = ("v41", "v41_sglang")
     parser.add_argument("--only", choices=only, help="DeepSeek-V4.1's, beside vLLM's or sglang's")
     parser.add_argument("--start", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="[]", help=argparse.SUPPRESS)

@@ -30,7 +30,6 @@ from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.records import write_record
 from backend_core.testing.timing import (
-    call_time_ms,
     copy_bandwidth_gbs,
     environment,
     graph_us,
@@ -203,7 +202,6 @@ def measure(
     x = make_layer(batch, heads, state=state)
     step = ours(x)
     row: Row = {"H": heads, "batch": batch, "state": state, "ours_gpu_ms": gpu_ms(step, x)}
-    row["ours_call_ms"] = call_time_ms(lambda: step(0), repeats=20)
     row["ours_host_ms"] = host_time_ms(lambda: step(0))
     row["triton_gpu_ms"] = gpu_ms(ours(x, selection_of(heads, "fused")), x)
     if has_hopper_kernel():
@@ -215,7 +213,6 @@ def measure(
             continue
         peer = make(x)
         times[name] = row[f"{name}_gpu_ms"] = gpu_ms(peer, x)
-        row[f"{name}_call_ms"] = call_time_ms(functools.partial(peer, 0), repeats=10)
     if times:
         row["best_peer"] = min(times, key=times.__getitem__)
         row["best_peer_gpu_ms"] = times[row["best_peer"]]

@@ -67,8 +67,6 @@ class Row:
     ours_ms: float | None = None
     ours_whole_ms: float | None = None
     peers: dict[str, float] = field(default_factory=dict)
-    error: float | None = None
-    peer_errors: dict[str, float] = field(default_factory=dict)
     mass_kept: float | None = None
     tflops: float | None = None
 
@@ -213,12 +211,6 @@ def int8_rows(
             flops,
             name,
         )
-        if name == "int8":
-            alone = timed(
-                functools.partial(quantise, q, k, v, SCALE, None),
-                name="quantisation",
-            )
-            yield Row(f"quantisation, {work}", shape, 1.0, "int8", alone, alone)
         whole = timed(
             lambda: quantised_attention(q, k, v, plan, mode=mode, out=out),  # noqa: B023
             flops,
@@ -370,15 +362,6 @@ def load_packages() -> tuple[Packages, dict[str, float]]:
     return built, found
 
 
-def with_errors(row: Row, ours: dict[str, float], theirs: dict[str, float]) -> dict[str, object]:
-    """A row for the result, with what its modes and peers showed for normal inputs."""
-    causal = " causal" if row.work.startswith("causal") else ""
-    named = {name: theirs.get(name + causal, theirs.get(name)) for name in row.peers}
-    row.peer_errors = {name: error for name, error in named.items() if error is not None}
-    row.error = ours.get(row.path.removeprefix("int8 "))
-    return dataclasses.asdict(row)
-
-
 def main() -> int:
     options = arguments()
     try:
@@ -398,7 +381,7 @@ def main() -> int:
         works = itertools.chain(works, growth_rows(built, options.video, wrong))
     for row in works:
         found.append(row)
-        result["rows"] = [with_errors(r, found_errors, found_errors | built_errors) for r in found]
+        result["rows"] = [dataclasses.asdict(row) for row in found]
         write_record(options.out, result)
     if wrong:
         print(f"wrong: {sorted(wrong)}")

@@ -137,7 +137,6 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model,
         "attention_backend": args.attention_backend,
         "prefill_backend": llm.apply_model(prefill_backend)[0],
-        "compiled_after_load": compilation.kernels,
     }
     side = SideFile(args.out, args.until, head)
     say(f"{args.model}: {head['head']['engine']}, {head['engine']}")
@@ -249,8 +248,8 @@ def mark_ranges(model: Any) -> int:
     return len(layers)
 
 
-def profiled(side: SideFile, asked: Any, count: int, length: int) -> dict[str, Any]:
-    """GPU time of the KDA layers in a call, the median of some, and the kernels of the last."""
+def profiled(side: SideFile, asked: Any, count: int, length: int) -> None:
+    """GPU time of the KDA layers in a call, the median of some."""
     calls = [gpu_ms_of_ranges(lambda: asked.call(count, length)) for _ in range(PROFILED)]
     for name in RANGES:
         busy = [found[name].busy_ms for found in calls]
@@ -258,10 +257,8 @@ def profiled(side: SideFile, asked: Any, count: int, length: int) -> dict[str, A
         what = f"{name}, {call_name(count, length)}"
         launches = sum(n for _, n in own.values())
         side.add(row(what, "gpu", median_high(busy), launches=launches, runs_ms=busy))
-    kernels = {name: serve_profile.longest(found.kernels) for name, found in calls[-1].items()}
-    shown = list(kernels[RANGES[1]].items())[:8]
+    shown = list(serve_profile.longest(calls[-1][RANGES[1]].kernels).items())[:8]
     say("    " + "; ".join(f"{name[:48]} {ms:.3f} in {n}" for name, (ms, n) in shown))
-    return kernels
 
 
 class RangeTime(NamedTuple):

@@ -40,7 +40,7 @@ from benchmarks.engines.dsv4_verdict import (
     conclude,
 )
 
-COMPRESSORS = {"v4": "FusedCompressor", "v41": "LowRatioCompressor"}
+COMPRESSORS = {"v4": "FusedCompressor", "v41": "V41Compressor"}
 
 
 def main() -> None:

@@ -163,11 +163,6 @@ def equal_share(one: Written, other: Written) -> float:
     return equal / max(one.data.numel() + one.scales.numel(), 1)
 
 
-def differing_bytes(one: Written, other: Written) -> int:
-    """How many bytes of data and scales are not the same."""
-    return int((one.data != other.data).sum()) + int((one.scales != other.scales).sum())
-
-
 def values(part: TimedStep, written: Written) -> torch.Tensor:
     """[E, d] what an attention kernel reads from the records."""
     return reference.dequantise(written.data, written.scales, part.layer.spec)

@@ -80,7 +80,7 @@ def candidates(shape: PrefillShape, num_sms: int) -> list[Schedule]:
 
 
 def measure(heads: int, lens: list[int]) -> dict[str, Any]:
-    """One shape, and (schedule, ms) of every candidate."""
+    """One shape, and ms of every candidate by the fields of its schedule."""
     from backend_core.testing.timing import graph_time_ms
     from benchmarks.bench_kda_prefill import Ours, draw
     from kda_backend.prefill import two_stage_sm90 as pipeline
@@ -94,13 +94,13 @@ def measure(heads: int, lens: list[int]) -> dict[str, Any]:
     schedules_of = candidates(shape, ours.num_sms)
     intra = tuple(IntraCost(ctas, 1, 1) for ctas in INTRA_CTAS)
     every = CostModel(ours.num_sms, intra, (SCANS[0],), 1)
-    times = []
+    times = {}
     with mock.patch.object(pipeline, "CostModel", return_value=every):
         for schedule in schedules_of:
             _forget()
             with mock.patch.object(pipeline, "choose_schedule", return_value=schedule) as choose:
                 call = Ours(case, "two_stage_sm90")  # a step plan keeps the launch it has made
-                times.append((schedule, graph_time_ms(call, replays=8)))
+                times[" ".join(f"{field:d}" for field in schedule)] = graph_time_ms(call, replays=8)
             if not choose.called:
                 raise RuntimeError(f"the call ran with another schedule than {schedule}")
     _forget()
@@ -122,7 +122,8 @@ Timed = tuple[PrefillShape, dict[Schedule, float]]
 def timed(row: dict[str, Any]) -> Timed:
     """The shape of a row, and ms by schedule."""
     shape = PrefillShape(row["tiles"], row["tasks"], row["max_chunks"], row["long_tasks"])
-    return shape, {Schedule(*schedule): ms for schedule, ms in row["times"]}
+    times = row["times"].items()
+    return shape, {Schedule._make(map(int, fields.split())): ms for fields, ms in times}
 
 
 def chosen(model: CostModel, shape: PrefillShape, times: dict[Schedule, float]) -> Schedule:
@@ -202,6 +203,7 @@ def main() -> None:
         return
     if args.output is None:
         parser.error("one of --output and --fit is needed")
+    from backend_core.testing.records import write_record
     from backend_core.testing.timing import environment
     from benchmarks.bench_kda_prefill import UNBOUNDED
 
@@ -209,8 +211,7 @@ def main() -> None:
     head = environment()
     for heads, lens in (*UNBOUNDED, *MORE_SHAPES):
         rows.append(measure(heads, lens))
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(head | {"rows": rows}) + "\n")
+        write_record(args.output, head | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from block_sparse_backend.contract import (
 )
 from block_sparse_backend.dense16 import BlockSparsePath, BlockSparseRun
 from block_sparse_backend.plan.block_plan import BlockPlan
-from block_sparse_backend.selection import selection_for
+from block_sparse_backend.selection import Paths, paths_on
 from block_sparse_backend.spec import BlockSparseSpec
 
 
@@ -62,7 +62,8 @@ def block_sparse_attention(
     layout = layout_of(q, k, v, out, lse), off, scale, path
     run: BlockSparseRun | None = plan.prepared.get(layout)
     if run is None:
-        run = plan.prepared.keep(layout, _prepare(q, k, v, plan, out, lse, scale, path))
+        paths = paths_on(q.device, path, "block_sparse")
+        run = plan.prepared.keep(layout, _prepare(q, k, v, plan, out, lse, scale, paths))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if out is None:
         out = empty_output(q, v.shape[3])
@@ -80,11 +81,11 @@ def _prepare(
     out: Tensor | None,
     lse: Tensor | None,
     scale: float | None,
-    path: str | None,
+    paths: Paths,
 ) -> BlockSparseRun:
     """Check a call and choose its path."""
     check_block_sparse(q, k, v, plan, out, lse)
-    selection = selection_for("block_sparse", "q", q, BlockSparseSpec.of(q, k, v, plan), path)
+    selection = paths.select("block_sparse", BlockSparseSpec.of(q, k, v, plan), "q", q)
     if scale is not None:
         check_scale(scale)
     if not q.numel():

@@ -26,11 +26,13 @@ from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice, ChoiceKind
 from block_sparse_backend.predict import PredictPath
 from block_sparse_backend.quantise import Quantise, QuantisePath
-from block_sparse_backend.selection import default_blocks_int8, selection_for
+from block_sparse_backend.selection import Paths, default_blocks_int8, paths_on
 from block_sparse_backend.spec import PredictSpec, QuantisedSpec, QuantiseSpec, SageMode
 
 DEFAULT_MODE = SageMode()
 PACKED_MODE = SageMode(fp8_values=False)
+_EIGHT_BIT = ("quantise", "block_sparse_int8")
+"""The operators of attention in 8 bits over a plan that there is."""
 
 
 def quantised_attention(
@@ -73,18 +75,19 @@ def quantised_attention(
     refuse_gradients(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     layout = layout_of(q, k, v, out), scale, mode, path
-    paths: _Paths | None = plan.prepared.get(layout)
-    if paths is None:
-        paths = plan.prepared.keep(layout, _prepare(q, k, v, out, plan, scale, mode, path))
+    run: _Run | None = plan.prepared.get(layout)
+    if run is None:
+        paths = paths_on(q.device, path, *_EIGHT_BIT)
+        run = plan.prepared.keep(layout, _prepare(q, k, v, out, plan, scale, mode, paths))
     out = empty_output(q, q.shape[3]) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel():
-        x, _ = paths.quantise(q, k, v, scale, None)
-        paths.attend(x, plan, scale, out, lse)
+        x, _ = run.quantise(q, k, v, scale, None)
+        run.attend(x, plan, scale, out, lse)
     return out, lse
 
 
-class _Paths(NamedTuple):
+class _Run(NamedTuple):
     """The functions that calls of one layout run."""
 
     quantise: Quantise
@@ -99,15 +102,15 @@ def _prepare(
     plan: BlockPlan,
     scale: float,
     mode: SageMode,
-    path: str | None,
-) -> _Paths:
+    paths: Paths,
+) -> _Run:
     """Check a call and choose its paths."""
     check_block_sparse(q, k, v, plan, out, None)
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
     check_scale(scale)
     spec = _spec_of(q, k, mode, (plan.block_m, plan.block_n), plan.has_partial, plan.mask)
-    return _paths_of(q, k, v, spec, len(plan.work), path, None, None)
+    return _run_of(q, k, v, spec, len(plan.work), paths, None, None)
 
 
 def _spec_of(
@@ -118,16 +121,16 @@ def _spec_of(
 
 
 @once
-def _paths_of(
+def _run_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     spec: QuantisedSpec,
     programs: int,
-    path: str | None,
+    paths: Paths,
     kind: ChoiceKind | None,
     key_blocks: Tensor | None,
-) -> _Paths:
+) -> _Run:
     """Args:
     kind: of a prediction, for which the quantiser sums up blocks.
     key_blocks: of the plan of packed sequences.
@@ -135,9 +138,9 @@ def _paths_of(
     asked = QuantiseSpec(spec.mode, block_n=spec.block_n)
     if kind is not None:
         asked = QuantiseSpec(spec.mode, spec.block_m, spec.block_n, True, kind.has_likeness)
-    quantise: QuantisePath = selection_for("quantise", "q", q, asked, path).run(programs)
-    attend: Attend = selection_for("block_sparse_int8", "q", q, spec, path).run(programs)
-    return _Paths(quantise(q, k, v, key_blocks), attend)
+    quantise: QuantisePath = paths.select("quantise", asked, "q", q).run(programs)
+    attend: Attend = paths.select("block_sparse_int8", spec, "q", q).run(programs)
+    return _Run(quantise(q, k, v, key_blocks), attend)
 
 
 def packed_attention(
@@ -185,22 +188,20 @@ def packed_attention(
         return out
     block_m, block_n = default_blocks_int8(q.device)
     check_quantised(q, v, block_n)
-    plan = intervals.ragged(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        most[0],
-        most[1],
+    paths = paths_on(q.device, path, "plan", *_EIGHT_BIT)
+    plan = intervals.packed(
+        (cu_seqlens_q, cu_seqlens_k),
+        (most[0], most[1]),
+        (q.shape[2], k.shape[2]),
         q.shape[1],
-        tokens=(q.shape[2], k.shape[2]),
-        is_causal=is_causal,
-        block_m=block_m,
-        block_n=block_n,
-        path=path,
+        (block_m, block_n),
+        is_causal,
+        paths,
     )
     spec = _spec_of(q, k, PACKED_MODE, (block_m, block_n), plan.has_partial, plan.mask)
-    paths = _paths_of(q, k, v, spec, len(plan.work), path, None, plan.key_blocks)
-    x, _ = paths.quantise(q, k, v, scale, plan)
-    paths.attend(x, plan, scale, out, None)
+    run = _run_of(q, k, v, spec, len(plan.work), paths, None, plan.key_blocks)
+    x, _ = run.quantise(q, k, v, scale, plan)
+    run.attend(x, plan, scale, out, None)
     return out
 
 
@@ -237,14 +238,14 @@ def predicted_attention(
         return run_there(q, predicted_attention, locals())
     refuse_gradients(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    predict, paths = _prepared_prediction(q, k, v, out, choice.kind, scale, mode, blocks, path)
+    predict, run = _prepared_prediction(q, k, v, out, choice.kind, scale, mode, blocks, path)
     choice.check_heads(q.shape[1])
-    x, pooled = paths.quantise(q, k, v, scale, None)
+    x, pooled = run.quantise(q, k, v, scale, None)
     assert pooled is not None
     plan = predict.select(pooled, choice, scale)
     out = empty_output(q, q.shape[3]) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    paths.attend(x, plan, scale, out, lse)
+    run.attend(x, plan, scale, out, lse)
     return out, lse, plan
 
 
@@ -259,8 +260,8 @@ def _prepared_prediction(
     mode: SageMode,
     blocks: tuple[int, int] | None,
     path: str | None,
-) -> tuple[PredictPath, _Paths]:
-    """The paths for a call, after a check of its arguments."""
+) -> tuple[PredictPath, _Run]:
+    """The functions for a call, after a check of its arguments."""
     check_tensors(q, k, v, out, None)
     blocks = default_blocks_int8(q.device) if blocks is None else blocks
     check_quantised(q, v, blocks[1])
@@ -269,5 +270,6 @@ def _prepared_prediction(
     programs = q.shape[0] * q.shape[1] * -(-q.shape[2] // blocks[0])
     spec = _spec_of(q, k, mode, blocks, kind.has_partial(k.shape[2], blocks[1]), kind.mask)
     asked = PredictSpec.of(q, k, kind, blocks, is_centred=True)
-    predict: PredictPath = selection_for("predict", "q", q, asked, path).run(programs)
-    return predict, _paths_of(q, k, v, spec, programs, path, kind, None)
+    paths = paths_on(q.device, path, "predict", *_EIGHT_BIT)
+    predict: PredictPath = paths.select("predict", asked, "q", q).run(programs)
+    return predict, _run_of(q, k, v, spec, programs, paths, kind, None)

@@ -3,56 +3,79 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backend_core.operator import Selection, forced, select
-from backend_core.tables.load import load_table
-from backend_core.tables.schema import NoParams, Row
+from backend_core.operator import Selection, choose, select
+from backend_core.tables.load import PathTable, load_table
+from backend_core.tables.schema import NoParams, Operator, Row
 from backend_core.target import Target, detect_target
 from block_sparse_backend.launch_params import TABLES
 from block_sparse_backend.spec import BlockSparseSpec, QuantisedSpec, SageMode
 
 
-def selection_for(
-    operator: str, name: str, x: Tensor, spec: Any, path: str | None = None
-) -> Selection[Any, Any]:
-    """The paths that serve such calls where a tensor is, or the one that the caller names.
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """The rows from which the operators of a call choose: those of its device's table, or of the
+    path that the caller names. Compared by identity."""
 
-    Args:
-        name, x: a tensor of the call, by its name.
+    table: PathTable
+    target: Target
+
+    def select(self, operator: str, spec: Any, name: str, x: Tensor) -> Selection[Any, Any]:
+        """The paths that serve such calls where a tensor is.
+
+        Args:
+            name, x: a tensor of the call, by its name.
+
+        Raises:
+            ValueError: kernels serve such calls and cannot read the tensor.
+            LookupError: no path can serve the call.
+        """
+        found = _chosen(self, operator, spec)
+        found.expect_device(name, x)
+        return found
+
+
+def paths_on(device: torch.device, path: str | None, *operators: str) -> Paths:
+    """The paths of a device for some operators.
 
     Raises:
-        ValueError: there is no such path, or it lacks what the call needs; or kernels serve such
-            calls and cannot read the tensor.
-        LookupError: no path can serve the call.
+        ValueError: an operator has no such path, or the device cannot run it.
     """
-    found = _selection(operator, detect_target(x.device), spec, path)
-    found.expect_device(name, x)
-    return found
+    return _paths(detect_target(device), path, operators)
+
+
+@functools.lru_cache(maxsize=64)
+def _paths(target: Target, path: str | None, operators: tuple[str, ...]) -> Paths:
+    table = load_table(TABLES, target)
+    if path is not None:
+        rows = [
+            row for name in operators for row in _named(TABLES.operator(name), path, table, target)
+        ]
+        table = replace(table, rows=tuple(rows))
+    return Paths(table, target)
+
+
+def _named(operator: Operator, path: str, table: PathTable, target: Target) -> list[Row]:
+    """The rows of one path; where the table has none, one with all that the path can do."""
+    if path not in operator.paths:
+        raise ValueError(f"path must be one of {', '.join(operator.paths)}, got {path!r}")
+    rows = [row for row in table.rows if (row.operator, row.name) == (operator.name, path)]
+    if rows:
+        return rows
+    if path not in ("torch", "triton"):
+        raise ValueError(f"path {path} needs Hopper, got {target.name}")
+    features = frozenset(operator.features.get(path, "").split())
+    return [Row(path, operator.name, None, features, NoParams(), False, "as called")]
 
 
 @functools.lru_cache(maxsize=1024)
-def _selection(name: str, target: Target, spec: Any, path: str | None) -> Selection[Any, Any]:
-    if path is None:
-        return select(TABLES, name, target, spec)
-    operator = TABLES.operator(name)
-    if path not in operator.paths:
-        raise ValueError(f"path must be one of {', '.join(operator.paths)}, got {path!r}")
-    needs = operator.requires(spec)
-    rows = [
-        row for row in load_table(TABLES, target).rows if (row.operator, row.name) == (name, path)
-    ]
-    if not rows and path not in ("torch", "triton"):
-        raise ValueError(f"path {path} needs Hopper, got {target.name}")
-    if not rows:
-        rows = [Row(path, name, None, needs, NoParams(), False, "as called")]
-    row = min(rows, key=lambda row: len(needs - row.features))
-    if missing := needs - row.features:
-        raise ValueError(f"path {path} lacks {', '.join(sorted(missing))}, which this call needs")
-    return forced(TABLES, target, spec, row)
+def _chosen(paths: Paths, operator: str, spec: Any) -> Selection[Any, Any]:
+    return choose(paths.table, operator, paths.target, spec)
 
 
 def default_blocks(device: torch.device, head_dim: int) -> tuple[int, int]:
@@ -72,5 +95,5 @@ _PLAIN = QuantisedSpec(SageMode(fp8_values=False))
 
 @functools.lru_cache(maxsize=64)
 def _first_blocks(operator: str, target: Target, spec: Any) -> tuple[int, int]:
-    blocks: tuple[int, int] = _selection(operator, target, spec, None).rows[0].params.blocks
+    blocks: tuple[int, int] = select(TABLES, operator, target, spec).rows[0].params.blocks
     return blocks

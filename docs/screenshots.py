@@ -31,6 +31,7 @@ from backend_core.engines import ENGINES, Engine
 from backend_core.engines import seams as held
 from backend_core.engines.seams import Finding, Part
 from backend_core.target import Target
+from docs.support_matrix import read_report
 from docs.svg import box, picture, text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +56,7 @@ def render() -> dict[Path, str]:
 @contextmanager
 def h200() -> Iterator[None]:
     """The machine and the engines that the commands find."""
-    report = _read(ROOT / "benchmarks" / "results" / "check_h200.json")
+    report = read_report(ROOT / "benchmarks" / "results" / "check_h200.json")
     machine = Target(**report["info"]["machine"])
     versions = report["info"]["packages"]
 

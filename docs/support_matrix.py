@@ -246,8 +246,14 @@ def cited() -> list[Path]:
 
 
 def _reports(pattern: str) -> list[tuple[Path, dict[str, Any]]]:
-    reports = [(file, json.loads(file.read_text())) for file in sorted(RESULTS.glob(pattern))]
+    reports = [(file, read_report(file)) for file in sorted(RESULTS.glob(pattern))]
     return [(file, report) for file, report in reports if isinstance(report, dict)]
+
+
+def read_report(file: Path) -> Any:
+    """The report of a run of ``kda-dsv4 check``, with operators by their names of today."""
+    # Reports of before 2026-11-28 call the operator v41 low_ratio.
+    return json.loads(file.read_text(encoding="utf-8").replace('"low_ratio"', '"v41"'))
 
 
 if __name__ == "__main__":

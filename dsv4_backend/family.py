@@ -35,7 +35,7 @@ _TUNE: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "block_d": (32, 64, 128),
         "rest_num_warps": (1, 2, 4),
     },
-    "low_ratio": {
+    "v41": {
         "num_warps": (4, 8, 16),
         "block_m": (16, 32, 64),
         "block_k": (64, 128),
@@ -64,7 +64,7 @@ def describe_model(target: Target, config: ModelConfig, ranks: int, engine: str)
     operators = (
         operator
         for operator in TABLES.operator_names
-        if is_v41 == (operator == "low_ratio") and not operator.startswith("in_place")
+        if is_v41 == (operator == "v41") and not operator.startswith("in_place")
     )
     return ModelPaths([], {operator: _rows(table, operator, engine) for operator in operators})
 
@@ -126,7 +126,7 @@ FAMILY = Family(
     tune_space=tune_space,
     measure=measure,
     open_grid={operator: 64 if operator.endswith("_decode") else 256 for operator in _TUNE}
-    | {"low_ratio": 4096},
+    | {"v41": 4096},
     benchmarks={"dsv4-compressor": "bench_dsv4_compressor.py"},
     transformers="dsv4_backend.engines.transformers",
 )

@@ -107,7 +107,7 @@ class ColumnSplitParams:
 
 
 @dataclass(frozen=True)
-class LowRatioStepParams:
+class V41StepParams:
     """A step of ratio 1 or 2 in one launch, two programs per token."""
 
     num_warps: int
@@ -115,7 +115,7 @@ class LowRatioStepParams:
 
 
 @dataclass(frozen=True)
-class LowRatioTwoParams:
+class V41TwoParams:
     """A step of ratio 1 or 2 in two launches: latents, then keys with ``keys_num_warps``.
 
     Attributes:
@@ -136,9 +136,9 @@ _DECODE_C4 = {"one_launch": DecodeC4Params, "torch": NoParams}
 _DECODE_C128 = {"one_launch": DecodeC128Params, "torch": NoParams}
 _PREFILL_C4 = {"one_launch": OneLaunchParams, "two_launch": TwoLaunchParams, "torch": NoParams}
 _PREFILL_C128 = {"column_split": ColumnSplitParams, "torch": NoParams}
-_LOW_RATIO = {
-    "one_launch": LowRatioStepParams,
-    "two_launch": LowRatioTwoParams,
+_V41 = {
+    "one_launch": V41StepParams,
+    "two_launch": V41TwoParams,
     "torch": NoParams,
 }
 _IN_PLACE = {"in_registers": InPlaceParams, "torch": NoParams}
@@ -171,7 +171,7 @@ TABLES = TableSchema(
         Operator("indexer_prefill", paths=_PREFILL_C4, **_PREFILL),
         Operator("main_c4_prefill", paths=_PREFILL_C4, **_PREFILL),
         Operator("main_c128_prefill", paths=_PREFILL_C128, **_PREFILL),
-        Operator("low_ratio", "tokens", _LOW_RATIO, "dsv4_backend.low_ratio"),
+        Operator("v41", "tokens", _V41, "dsv4_backend.v41"),
         Operator("in_place_128", **_ROWS),
         Operator("in_place_512", **_ROWS),
     ),

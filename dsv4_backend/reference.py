@@ -28,9 +28,9 @@ from dsv4_backend.spec import (
     ROPE_DIM,
     CompressorLayer,
     Fp8Flavour,
-    LowRatioLayer,
     RecordSpec,
     RopeLayout,
+    V41Layer,
 )
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -133,7 +133,7 @@ def finish_rows(k: torch.Tensor, positions: torch.Tensor, layer: CompressorLayer
     )
 
 
-def latents(kv_score: torch.Tensor, layer: LowRatioLayer) -> torch.Tensor:
+def latents(kv_score: torch.Tensor, layer: V41Layer) -> torch.Tensor:
     """DeepSeek-V4.1's latents of one whole sequence, with values of bf16.
 
     Args:
@@ -152,8 +152,8 @@ def latents(kv_score: torch.Tensor, layer: LowRatioLayer) -> torch.Tensor:
     return round_bf16(_rms_norm(groups, layer.norm_weight, layer.spec.eps))
 
 
-def low_ratio_rows(
-    latent: torch.Tensor, positions: torch.Tensor, layer: LowRatioLayer
+def v41_rows(
+    latent: torch.Tensor, positions: torch.Tensor, layer: V41Layer
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows [N, 512] and [N, 128] that are quantised for attention and for the indexer.
 

@@ -33,7 +33,7 @@ def install() -> None:
     after_import("sglang.srt.managers.scheduler", _add_method)
     after_import("mla_backend.engines.sglang_sparse", lambda it: watch_attention(it, _attention))
     after_import("dsv4_backend.engines.sglang_compressor", _records.watch_v4)
-    after_import("dsv4_backend.engines.sglang_low_ratio", _records.watch_v41)
+    after_import("dsv4_backend.engines.sglang_v41", _records.watch_v41)
 
 
 def _draw(loader: ModuleType) -> None:

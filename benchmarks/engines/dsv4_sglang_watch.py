@@ -53,7 +53,7 @@ class RecordWatch:
         adapter.FusedStep.__call__ = call
 
     def watch_v41(self, adapter: Any) -> None:
-        eager = adapter.LowRatioSteps.eager
+        eager = adapter.V41Steps.eager
 
         def call(steps: Any, layer: Any, x: Any, req: Any, pos: Any, forward_batch: Any) -> None:
             rest = (req, pos, forward_batch)
@@ -75,7 +75,7 @@ class RecordWatch:
                 self.here[layer.layer_id] = bound.layer is not None
                 self.calls[kind]["sglang's" if bound.layer is None else "ours"] += 1
 
-        adapter.LowRatioSteps.eager = call
+        adapter.V41Steps.eager = call
 
     def _beside(
         self,

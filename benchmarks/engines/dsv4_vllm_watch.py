@@ -45,9 +45,9 @@ class Watch:
         self.drafts = 0
         self.descriptor: Any = None
         self.before: Memory | None = None
-        adapter = "vllm_compressor" if model == "v4" else "vllm_low_ratio"
+        adapter = "vllm_compressor" if model == "v4" else "vllm_v41"
         ours = importlib.import_module(f"dsv4_backend.engines.{adapter}")
-        served = ours.FusedCompressor if model == "v4" else ours.LowRatioCompressor
+        served = ours.FusedCompressor if model == "v4" else ours.V41Compressor
         self.upstream: Call = ours.DeepseekCompressor.forward
         self.forward: Call = served.forward
         watch = self

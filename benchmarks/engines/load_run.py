@@ -2,7 +2,8 @@
 
 ``load_vllm`` and ``load_sglang`` start their server and call `run`. Traffic is
 `benchmarks.engines.load_traffic`'s. Every answer is judged. Memory of the GPU and of the server's
-processes is read every two seconds, and its first minute under load is compared with its last.
+processes is read every two seconds, and the mean of its first minute under load is compared with
+that of its last.
 After the load the server must be idle, with an empty cache, and answer all questions again.
 """
 
@@ -144,7 +145,7 @@ def measure(
         "requests": load_traffic.counts(finished),
         "wrong": [{"kind": w.kind, "at_s": w.start, "why": w.why} for w in wrong[:40]],
         "latency": list(load_traffic.by_minute(finished)),
-        "memory": memory.samples,
+        "memory": memory.by_minute(int(minutes)),
         "gpu_memory_of": "all processes" if args.whole_gpu else "the server's processes",
         "counters": {name: after[name] - before.get(name, 0.0) for name in after},
         "at_rest": rest,
@@ -182,6 +183,14 @@ class Memory:
     def __exit__(self, *_: object) -> None:
         self.stop.set()
         self.thread.join()
+
+    def by_minute(self, minutes: int) -> list[dict[str, float]]:
+        """The means of each minute. Raises ValueError where one has no sample."""
+        ends = [(MINUTE * minute, MINUTE * (minute + 1)) for minute in range(minutes)]
+        return [
+            {name: mean_of(self.samples, name, *end) for name in ("gpu_mib", "host_mib")}
+            for end in ends
+        ]
 
     def _sample(self) -> None:
         while not self.stop.is_set():
@@ -250,10 +259,8 @@ def verdict(result: dict[str, Any], counters: Counters) -> dict[str, Any]:
         "preemptions": preempted,
         "tokens_hit": hits,
     }
-    last_s = MINUTE * (result["minutes"] // 1)
     for name, limit in (("gpu_mib", GPU_GROWTH), ("host_mib", HOST_GROWTH)):
-        first = mean_of(result["memory"], name, 0.0, MINUTE)
-        last = mean_of(result["memory"], name, last_s - MINUTE, last_s)
+        first, *_, last = (minute[name] for minute in result["memory"])
         grown = last / first - 1
         row = {"well": grown <= limit, "first": first, "last": last, "growth": grown}
         found[f"memory, {name}"] = row

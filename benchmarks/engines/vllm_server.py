@@ -22,6 +22,8 @@ RECALL = Path(__file__).parents[1] / "recall"
 KEPT = ("kda-dsv4", "BREAKABLE_CUDAGRAPH", "Model Runner V", "model runner", "attention backend")
 _ROW = re.compile(r"kda-dsv4[\w-]*: \w+ (grid \d|\w+: refused, )")
 """A row of a path table in a log: the tables of the commit have it."""
+_STAMP = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING) \S+ \S+ \[[^]]+\] |^\[\d{4}-[^]]+\] ")
+"""What stands before a line's text in vLLM's log and in sglang's."""
 COUNTERS = (
     *("vllm:spec_decode_num", "vllm:num_preemptions", "vllm:prefix_cache"),
     *("vllm:request_success", "vllm:num_requests", "vllm:kv_cache_usage_perc"),
@@ -160,11 +162,11 @@ class Server:
         return counters_of(self.get("/metrics"), self.COUNTED)
 
     def said(self) -> list[str]:
-        """The log's lines about this package and the engine's modes, each once and without rows of
-        path tables."""
+        """The log's lines about this package and the engine's modes, each once, without times and
+        processes, and without rows of path tables."""
         lines = self.log.read_text(errors="replace").splitlines()
         kept = (line for line in lines if any(part in line for part in KEPT))
-        found = [line[:300] for line in kept if not is_row(line)]
+        found = [_STAMP.sub("", line[:300]) for line in kept if not is_row(line)]
         return list(dict.fromkeys(found))[:40]
 
     def shown(self) -> list[str]:

@@ -30,7 +30,7 @@ import torch
 from benchmarks.peers.sources import packages, stub
 from dsv4_backend import CompressorLayer, RingDecode, RingPrefill
 from dsv4_backend.testing.engine import make_spec
-from dsv4_backend.testing.steps import PAGE_TOKENS, TimedLowRatio, TimedStep, rope_table
+from dsv4_backend.testing.steps import PAGE_TOKENS, TimedStep, TimedV41, rope_table
 
 RELEASE = "0.5.23"
 SWA_PAGE = 256
@@ -76,8 +76,8 @@ def _prepare(source: Path, arch: str) -> None:
     )
 
 
-def load_low_ratio(source: Path, arch: str = "90a") -> types.SimpleNamespace:
-    """What `low_ratio_step` needs of sglang.
+def load_v41(source: Path, arch: str = "90a") -> types.SimpleNamespace:
+    """What `v41_step` needs of sglang.
 
     Raises:
         ImportError: a file or tvm-ffi is missing.
@@ -110,7 +110,7 @@ def load_low_ratio(source: Path, arch: str = "90a") -> types.SimpleNamespace:
     given = vars(sparse) | states | {"is_sm100_or_newer": lambda: False}
     backend = _classes(
         srt / "layers/attention/deepseek_v4_backend.py",
-        {"DeepseekV4AttnBackend": _LOW_RATIO_METHODS},
+        {"DeepseekV4AttnBackend": _V41_METHODS},
         given,
     )
     return types.SimpleNamespace(
@@ -126,7 +126,7 @@ _STATE_METHODS = (
     *("translate_from_req_position_to_state_loc", "get_state_by_state_loc"),
     "set_state_by_state_loc",
 )
-_LOW_RATIO_METHODS = (
+_V41_METHODS = (
     *("_low_ratio_compress_decode", "_low_ratio_compress_torch", "_low_ratio_pair_partners"),
     "_low_ratio_write_group",
 )
@@ -316,7 +316,7 @@ def upstream_step(compress: types.ModuleType, part: TimedStep) -> Callable[[], N
     return step
 
 
-def low_ratio_step(sglang: types.SimpleNamespace, part: TimedLowRatio) -> Callable[[], None]:
+def v41_step(sglang: types.SimpleNamespace, part: TimedV41) -> Callable[[], None]:
     """sglang's step of a V4.1 source layer behind its projections, on these tensors, as its
     attention backend makes it on Hopper."""
     call, plan = part.call, part.step_plan

@@ -74,7 +74,7 @@ def load_cutedsl(vllm: types.SimpleNamespace) -> None:
     vllm.cutedsl = module._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL
 
 
-def load_low_ratio() -> types.SimpleNamespace:
+def load_v41() -> types.SimpleNamespace:
     """DeepSeek-V4.1's functions, as ``latents``, ``main`` and ``keys``; needs ``load``.
 
     Raises:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from backend_core.contracts import expect_device
 from block_sparse_backend import masks
-from block_sparse_backend.plan import PackedShape, PlanPath
+from block_sparse_backend.plan import PackedShape, Pair, PlanPath
 from block_sparse_backend.plan.block_plan import BlockPlan, uniform_sequences, work_list
-from block_sparse_backend.selection import selection_for
+from block_sparse_backend.selection import Paths, paths_on
 
 
 def dense(
@@ -73,6 +73,22 @@ def ragged(
             default as many as if each sequence had the most.
         path: ``"torch"`` or ``"triton"``; by default the one for the device.
     """
+    paths = paths_on(cu_seqlens_q.device, path, "plan")
+    offsets, most = (cu_seqlens_q, cu_seqlens_k), (max_q_len, max_kv_len)
+    return packed(offsets, most, tokens, num_heads, (block_m, block_n), is_causal, paths)
+
+
+def packed(
+    offsets: tuple[Tensor, Tensor],
+    longest: Pair,
+    tokens: Pair | None,
+    num_heads: int,
+    sizes: Pair,
+    is_causal: bool,
+    paths: Paths,
+) -> BlockPlan:
+    """``ragged`` by the paths of a call, its arguments in pairs of queries and keys."""
+    cu_seqlens_q, cu_seqlens_k = offsets
     totals = (None, None) if tokens is None else tokens
     _expect_offsets("cu_seqlens_q", cu_seqlens_q, totals[0])
     _expect_offsets("cu_seqlens_k", cu_seqlens_k, totals[1])
@@ -82,25 +98,24 @@ def ragged(
             f"{len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
         )
     expect_device("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.device)
-    count, sizes = len(cu_seqlens_q) - 1, (block_m, block_n)
+    count = len(cu_seqlens_q) - 1
     tiles, blocks = (
         count * -(-most // block) if total is None else min(total // block, count * most) + count
-        for most, total, block in zip((max_q_len, max_kv_len), totals, sizes, strict=True)
+        for most, total, block in zip(longest, totals, sizes, strict=True)
     )
-    selection = selection_for("plan", "cu_seqlens_q", cu_seqlens_q, None, path)
+    selection = paths.select("plan", None, "cu_seqlens_q", cu_seqlens_q)
     run: PlanPath = selection.run(tiles * num_heads)
-    shape = PackedShape((max_q_len, max_kv_len), (tiles, blocks), num_heads, sizes, is_causal)
+    shape = PackedShape(longest, (tiles, blocks), num_heads, sizes, is_causal)
     made = run.packed(cu_seqlens_q, cu_seqlens_k, shape)
     rows, work, sequences, key_blocks, first_blocks = made
-    cols = torch.arange(max(-(-max_kv_len // block_n), 1), dtype=torch.int32, device=rows.device)
+    cols = torch.arange(max(-(-longest[1] // sizes[1]), 1), dtype=torch.int32, device=rows.device)
     return BlockPlan(
         rows,
         cols,
         work,
         sequences,
         num_heads,
-        block_m,
-        block_n,
+        *sizes,
         mask=masks.causal if is_causal else masks.everything,
         is_packed=True,
         key_blocks=key_blocks,

@@ -18,7 +18,7 @@ from block_sparse_backend.plan import PlanPath, intervals
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice, ChoiceKind, PerHead
 from block_sparse_backend.predict import PredictPath
-from block_sparse_backend.selection import selection_for
+from block_sparse_backend.selection import paths_on
 from block_sparse_backend.spec import PredictSpec
 
 
@@ -69,7 +69,7 @@ def _predictor(
 ) -> PredictPath:
     check_prediction(q, k, block_m, block_n)
     spec = PredictSpec.of(q, k, kind, (block_m, block_n), is_centred=kind.has_likeness)
-    selection = selection_for("predict", "q", q, spec, path)
+    selection = paths_on(q.device, path, "predict").select("predict", spec, "q", q)
     run: PredictPath = selection.run(q.shape[0] * q.shape[1] * -(-q.shape[2] // block_m))
     return run
 
@@ -89,7 +89,7 @@ def from_map(
         keep_first: keep the first block in any case.
         path: as in ``predict``.
     """
-    selection = selection_for("plan", "kept", kept, None, path)
+    selection = paths_on(kept.device, path, "plan").select("plan", None, "kept", kept)
     run: PlanPath = selection.run(kept.shape[0] * kept.shape[1] * kept.shape[2])
     return run.of_map(kept, lengths, sizes, keep_first)
 

@@ -13,7 +13,7 @@ from block_sparse_backend.dense8 import Attend
 from block_sparse_backend.launch_params import TABLES, TritonParams
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.quantise import Quantise, Quantised, QuantisePath
-from block_sparse_backend.selection import selection_for
+from block_sparse_backend.selection import paths_on
 from block_sparse_backend.spec import QuantisedSpec, QuantiseSpec, SageMode
 
 BLOCKS = {"block_m": 32, "block_n": 32}
@@ -69,7 +69,8 @@ def quantiser(
     q: Tensor, k: Tensor, v: Tensor, mode: SageMode, block_n: int, path: str = "triton"
 ) -> Quantise:
     """The function that quantises such inputs for 8-bit attention."""
-    selection = selection_for("quantise", "q", q, QuantiseSpec(mode, block_n=block_n), path)
+    spec = QuantiseSpec(mode, block_n=block_n)
+    selection = paths_on(q.device, path, "quantise").select("quantise", spec, "q", q)
     chosen: QuantisePath = selection.run(1)
     return chosen(q, k, v, None)
 

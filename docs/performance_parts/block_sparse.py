@@ -28,7 +28,7 @@ def ratios(report: dict[str, Any], peer: str) -> list[float]:
 
 def attention(report: dict[str, Any]) -> list[str]:
     """Each measured case beside the peers of its run."""
-    rows = [row for row in report["rows"] if not row["work"].startswith("quantisation")]
+    rows = report["rows"]
     cells = (
         [
             row["work"],

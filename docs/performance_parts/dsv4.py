@@ -41,23 +41,23 @@ def compressor() -> list[str]:
             " decodes of more than 64 requests to them.",
         ),
         *_split_channels(),
-        *_low_ratio(
+        *_v41(
             "vLLM",
-            "dsv4_low_ratio_h200.json",
+            "dsv4_v41_h200.json",
             ("vllm", "vllm_two_streams"),
             "'s four launches over it, on one stream and on the two that vLLM uses on CUDA. A draft"
             " has four tokens. Records of 4 bits have no peer on Hopper.",
         ),
-        *_low_ratio(
+        *_v41(
             "sglang",
-            "dsv4_low_ratio_sglang_h200.json",
+            "dsv4_v41_sglang_h200.json",
             ("sglang",),
             "'s own step behind its projections over it, both with sglang's roundings.",
         ),
     ]
 
 
-def _low_ratio(engine: str, name: str, peers: tuple[str, ...], what: str) -> list[str]:
+def _v41(engine: str, name: str, peers: tuple[str, ...], what: str) -> list[str]:
     """DeepSeek-V4.1's compressors with the records that an engine keeps on Hopper."""
     report = load(name)
     times: dict[tuple[str, str], dict[str, str]] = {}

@@ -5,7 +5,7 @@
 The flag is `backend_core.engines.sglang_flag`'s. sglang serves DeepSeek-V4 with an attention
 backend that it calls ``dsv4`` too and chooses by itself; once it is built for a model, the step
 that all its compressors share becomes a `sglang_compressor.FusedStep`. Those of DeepSeek-V4.1 share
-other methods, which become a `sglang_low_ratio.LowRatioSteps`'.
+other methods, which become a `sglang_v41.V41Steps`'.
 """
 
 from __future__ import annotations
@@ -60,6 +60,6 @@ def _install_v4(backend: Any, runner: Any) -> None:
 
 
 def _install_v41(backend: Any, runner: Any) -> None:
-    from dsv4_backend.engines import sglang_low_ratio
+    from dsv4_backend.engines import sglang_v41
 
-    sglang_low_ratio.install(backend)
+    sglang_v41.install(backend)

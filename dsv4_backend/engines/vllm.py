@@ -6,7 +6,7 @@ The flag is `backend_core.engines.vllm_flag`'s. vLLM builds a compressor as ``De
 a plain module. Its ``__init__`` ends with the decision: with the flag, and where this backend
 serves it, the compressor becomes a `vllm_compressor.FusedCompressor`; otherwise it stays what it
 is. In DeepSeek-V4.1 the attention layer decides so, which has both the compressor and the indexer
-whose keys are made of its latents (`vllm_low_ratio`).
+whose keys are made of its latents (`vllm_v41`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _adopt(built: Any, vllm_config: Any) -> str | None:
         return None  # the layer reads another one's records
     reason = seams.refusal(seam_list.VLLM_V41 if is_v41 else seam_list.VLLM_V4)
     if reason is None:
-        name = "vllm_low_ratio" if is_v41 else "vllm_compressor"
+        name = "vllm_v41" if is_v41 else "vllm_compressor"
         ours = importlib.import_module(f"dsv4_backend.engines.{name}")
         reason = ours.adopt(built, vllm_config)
     return reason

@@ -29,10 +29,9 @@ from dsv4_backend import (
 )
 from dsv4_backend.in_place.torch import in_torch as in_place_torch
 from dsv4_backend.launch_params import TABLES
-from dsv4_backend.low_ratio_step import OPERATOR as LOW_RATIO
 from dsv4_backend.step import CompressorCall
 from dsv4_backend.step_plan import CompressorStepPlan, DecodeStepPlan, StateLayout
-from dsv4_backend.testing import low_ratio
+from dsv4_backend.testing import v41
 from dsv4_backend.testing.engine import (
     CompressorEngine,
     make_history,
@@ -43,6 +42,7 @@ from dsv4_backend.testing.engine import (
 )
 from dsv4_backend.testing.oracle import within_one_code, without_records
 from dsv4_backend.torch_step import step, windows
+from dsv4_backend.v41_step import OPERATOR as V41
 
 CPU = torch.device("cpu")
 ALLOWED = 0.02
@@ -76,8 +76,8 @@ def check_cases(row: Row) -> dict[str, CheckCase]:
     """
     if not row.is_kernel:
         return {}
-    if row.operator == LOW_RATIO:
-        return {name: _allowed(run) for name, run in low_ratio.check_cases(row).items()}
+    if row.operator == V41:
+        return {name: _allowed(run) for name, run in v41.check_cases(row).items()}
     found: dict[str, Callable[[Target, torch.device], float]] = {}
     layouts: list[StateLayout] = [x for x in ("paged", "ring") if x in row.features]
     for adversarial in (False, True):

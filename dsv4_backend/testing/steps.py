@@ -17,20 +17,20 @@ from backend_core.tables.schema import Row
 from backend_core.target import Target
 from dsv4_backend import (
     CompressorLayer,
-    LowRatioStep,
     PagedDecode,
     PagedPrefill,
+    V41Step,
     compress_decode_,
-    compress_low_ratio_,
     compress_prefill_,
+    compress_v41_,
     window_ends,
 )
 from dsv4_backend.launch_params import TABLES
-from dsv4_backend.low_ratio_step import OPERATOR, RING_ROWS, LowRatioCall
 from dsv4_backend.step_plan import DecodeStepPlan, PrefillStepPlan
-from dsv4_backend.testing import low_ratio
+from dsv4_backend.testing import v41
 from dsv4_backend.testing.engine import default_device, make_spec
 from dsv4_backend.testing.engine import rope_table as random_rope_table
+from dsv4_backend.v41_step import OPERATOR, RING_ROWS, V41Call
 
 PAGE_TOKENS = 64
 POSITIONS = 65536 + 8192  # of the rotations' table: the longest case
@@ -128,11 +128,11 @@ def make_step(
 
 
 @dataclass(eq=False)
-class TimedLowRatio:
+class TimedV41:
     """A compressor of ratio 1 or 2 with the tensors of one call; ``ends`` groups of it end."""
 
-    call: LowRatioCall
-    step_plan: LowRatioStep
+    call: V41Call
+    step_plan: V41Step
     ends: int
 
     def run(
@@ -142,7 +142,7 @@ class TimedLowRatio:
         call, plan = self.call, self.step_plan
         tensors = (call.layer, call.kv_score, call.state, call.cache, call.index_cache)
         chosen: dict[str, Any] = {"target": target, "selection": selection}
-        return lambda: compress_low_ratio_(*tensors, plan, score=call.score, **chosen)
+        return lambda: compress_v41_(*tensors, plan, score=call.score, **chosen)
 
     def floor_bytes(self) -> int:
         """Inputs read once, the newest rows of each ring and every record written once, and of
@@ -160,14 +160,14 @@ class TimedLowRatio:
         return moved + min(plan.num_tokens, plan.num_requests * call.state.shape[1]) * row
 
 
-def make_low_ratio(
+def make_v41(
     ratio: int,
     positions: torch.Tensor,
     requests: torch.Tensor,
     main: str,
     index: str,
     rounding: str = "vllm",
-) -> TimedLowRatio:
+) -> TimedV41:
     """A step of V4.1 for tokens at ``positions [T]`` of ``requests [T]``, which are in order, on
     tensors as the engine whose rounding it is lays them out on Hopper. sglang stores nothing in
     slot 0, and its rings are followed by rows of nobody.
@@ -176,7 +176,7 @@ def make_low_ratio(
         main, index: the record formats.
     """
     device, tokens, count = positions.device, positions.shape[0], int(requests.max()) + 1
-    spec = low_ratio.make_spec(ratio, main, index, PAGE_TOKENS, rounding)
+    spec = v41.make_spec(ratio, main, index, PAGE_TOKENS, rounding)
     is_sglang = rounding == "sglang_v41"
     generator = torch.Generator(device).manual_seed(11)
 
@@ -207,12 +207,12 @@ def make_low_ratio(
         starts = torch.searchsorted(requests, torch.arange(count + 1, device=device))
         state_slots = (requests + 1) * RING_ROWS + positions % RING_ROWS
         given = {"state_slots": state_slots, "query_starts": starts.int()}
-    layer = low_ratio.make_layer(spec, device=device, positions=POSITIONS)
+    layer = v41.make_layer(spec, device=device, positions=POSITIONS)
     if is_sglang and ratio == 1:
         kv_score = kv_score.bfloat16()
-    call = LowRatioCall(layer, kv_score, state, cache, index_cache, score)
-    plan = LowRatioStep(positions, slots, slots.clone(), **given, longest=longest)
-    return TimedLowRatio(call, plan, int(is_end.sum()))
+    call = V41Call(layer, kv_score, state, cache, index_cache, score)
+    plan = V41Step(positions, slots, slots.clone(), **given, longest=longest)
+    return TimedV41(call, plan, int(is_end.sum()))
 
 
 def measure(row: Row, target: Target, grid: int) -> Callable[[], None]:
@@ -224,7 +224,7 @@ def measure(row: Row, target: Target, grid: int) -> Callable[[], None]:
         requests = torch.zeros_like(positions)
         if row.max_longest:
             positions, requests = torch.full_like(positions, 4095), positions
-        step = make_low_ratio(2, positions, requests, "fp8_ds_mla", "indexer_fp8")
+        step = make_v41(2, positions, requests, "fp8_ds_mla", "indexer_fp8")
         return step.run(target, selection)
     kind, _, phase = row.operator.rpartition("_")
     ratio, device = 128 if kind == "main_c128" else 4, default_device()

@@ -194,7 +194,7 @@ def test_rows_of_v41_leave_those_of_v4(tmp_path: Path) -> None:
         for name, one in sides.items():
             one["model"] = model
             if model == "v41" and name.startswith("flag"):
-                one["compressors"] = ["LowRatioCompressor"]
+                one["compressors"] = ["V41Compressor"]
         verdict = judge(sides)
         assert verdict.problems == []
         write(out, "NVIDIA H200", verdict.rows)

@@ -115,14 +115,17 @@ def test_the_same_seed_draws_the_same_requests() -> None:
 
 
 def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
-    samples = [{"at_s": float(s), "gpu_mib": 1000.0 + s, "host_mib": 1.0} for s in range(0, 180, 2)]
+    memory = load_run.Memory(0, 0.0, False)
+    memory.samples = [
+        {"at_s": float(s), "gpu_mib": 1000.0 + s, "host_mib": 1.0} for s in range(0, 180, 2)
+    ]
     result = {
         "requests": {"recall": {"requests": 5, "wrong": 0}},
         "at_rest": {"num_requests_running": 0.0},
         "after": {"right": 319},
         "counters": {},
         "minutes": 3.0,
-        "memory": samples,
+        "memory": memory.by_minute(3),
         "latency": [
             {"concurrency": 1, "minute": m, "latency_ms": {"p50": 10.0 + 10 * m}} for m in range(3)
         ],
@@ -141,5 +144,5 @@ def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
     assert (
         found["memory, gpu_mib"]["last"] == 1149.0 and found["memory, gpu_mib"]["first"] == 1029.0
     )
-    with pytest.raises(ValueError, match="from 200 to 260 s, got none"):
-        load_run.mean_of(samples, "gpu_mib", 200.0, 260.0)
+    with pytest.raises(ValueError, match="from 180 to 240 s, got none"):
+        memory.by_minute(4)

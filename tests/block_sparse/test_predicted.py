@@ -16,7 +16,7 @@ from block_sparse_backend.plan import predicted
 from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences, work_list
 from block_sparse_backend.plan.choice import Choice
 from block_sparse_backend.sage import predicted_attention, quantised_attention
-from block_sparse_backend.selection import selection_for
+from block_sparse_backend.selection import paths_on
 from block_sparse_backend.spec import PredictSpec, QuantiseSpec, SageMode
 from block_sparse_backend.testing.cases import (
     BLOCKS,
@@ -51,7 +51,7 @@ def predictor(q: Tensor, k: Tensor, choice: Choice, blocks: tuple[int, int], pat
     """A path, which does the two steps of `predicted.predict`."""
     is_centred = choice.kind.has_likeness
     spec = PredictSpec.of(q, k, choice.kind, blocks, is_centred=is_centred)
-    return selection_for("predict", "q", q, spec, path).run(1)
+    return paths_on(q.device, path, "predict").select("predict", spec, "q", q).run(1)
 
 
 def kept(plan: BlockPlan) -> list[list[int]]:
@@ -186,7 +186,8 @@ def test_prediction_while_quantising(
     torch.testing.assert_close(got, list(want), rtol=0, atol=0)
     has_likeness = choice.kind.has_likeness
     asked = QuantiseSpec(SageMode(), *blocks, True, has_likeness)
-    quantise = selection_for("quantise", "q", q, asked, "triton").run(1)(q, k, v, None)
+    paths = paths_on(q.device, "triton", "quantise")
+    quantise = paths.select("quantise", asked, "q", q).run(1)(q, k, v, None)
     pooled = [quantise(q, k, v, 0.125, None)[1]]
     for path in ("torch", "triton"):
         pooled.append(predictor(q, k, choice, blocks, path).pool(q, k))

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
-from block_sparse_backend import reference
+from block_sparse_backend import reference, selection
 from block_sparse_backend.launch_params import TritonParams
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.quantise.torch import dequantised
@@ -203,3 +204,12 @@ def test_bad_input_is_one_sentence(seed: int, device: torch.device) -> None:
         quantised_attention(*twice, plan)
     with pytest.raises(ValueError, match="head size must be 64 or 128"):
         quantised_attention(q[..., :32], k[..., :32], v[..., :32], plan)
+
+
+def test_a_named_path_is_held_to_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MI300X's table takes e4m3 values away from the Triton path."""
+    monkeypatch.setattr(selection, "detect_target", lambda device: KNOWN_TARGETS["MI300X"])
+    q, k, v = inputs((2, 64, 64), (2, 64, 64), seed=0, device=torch.device("cpu"))
+    plan = intervals.dense(64, 64, 2, **BLOCKS, device="cpu")
+    with pytest.raises(LookupError, match=r"no quantise path .* triton lacks e4m3_values"):
+        quantised_attention(q, k, v, plan, path="triton")

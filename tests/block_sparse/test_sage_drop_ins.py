@@ -228,8 +228,7 @@ def test_packed_sequences_are_one_launch(
     with monkeypatch.context() as patched:
         patched.setattr(dense8, "attention_kernel", counted)
         # a kernel that another test has bound would not be counted
-        patched.setattr(selection, "_selection", selection._selection.__wrapped__)
-        patched.setattr(selection, "select", selection.select.__wrapped__)
+        patched.setattr(selection, "_chosen", selection._chosen.__wrapped__)
         out = packed_attention(
             q, k, v, *offsets, (140, 200), is_causal=is_causal, scale=0.2, path="triton"
         )

@@ -271,9 +271,7 @@ def test_kda_calls_are_of_the_asked_size(operator: str, measure: str) -> None:
     assert o.shape == (*tokens, 2, 128) and bool(o.isfinite().all()) and bool(o.any())
 
 
-@pytest.mark.parametrize(
-    ("operator", "measure"), sorted(COMPRESSOR_MEASURES - {("low_ratio", "low_ratio")})
-)
+@pytest.mark.parametrize(("operator", "measure"), sorted(COMPRESSOR_MEASURES - {("v41", "v41")}))
 def test_compressor_calls_store_a_record_for_each_window(
     operator: str, measure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,17 +292,17 @@ def test_compressor_calls_store_a_record_for_each_window(
     assert bool((data != 0).any(1).all())
 
 
-def test_calls_of_low_ratios_store_both_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_v41_store_both_records(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    make_low_ratio = steps.make_low_ratio
+    make_v41 = steps.make_v41
 
     def remember(*args: Any) -> Any:
-        made.append(make_low_ratio(*args))
+        made.append(make_v41(*args))
         return made[-1]
 
-    monkeypatch.setattr(steps, "make_low_ratio", remember)
-    row = row_here("dsv4", "low_ratio")
-    families()["dsv4"].measure(row, detect_target(), "low_ratio", 6, 32)()
+    monkeypatch.setattr(steps, "make_v41", remember)
+    row = row_here("dsv4", "v41")
+    families()["dsv4"].measure(row, detect_target(), "v41", 6, 32)()
     (step,) = made
     assert step.ends == 3
     spec = step.call.layer.spec

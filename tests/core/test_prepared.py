@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from backend_core.ready import Prepared
-from dsv4_backend import LowRatioStep, compress_decode_, compress_low_ratio_
+from dsv4_backend import V41Step, compress_decode_, compress_v41_
 from dsv4_backend.step import CompressorCall
-from dsv4_backend.testing import low_ratio as kit
+from dsv4_backend.testing import v41 as kit
 from tests.dsv4.cases import TARGET, CompressorEngine, make_history, make_layer, make_spec
 
 pytestmark = pytest.mark.interpreter
@@ -141,13 +141,13 @@ def test_a_plan_and_a_calls_tensors_end_with_their_owners(compressor: Compressor
 
 def test_a_plan_of_another_kind_is_checked(compressor: Compressor) -> None:
     spec = kit.make_spec(2)
-    engine, layer = kit.LowRatioEngine(spec, 2, 8), kit.make_layer(spec, 3, CPU)
+    engine, layer = kit.V41Engine(spec, 2, 8), kit.make_layer(spec, 3, CPU)
     call, plan = engine.call(layer, kit.make_history(spec, 8, 1)), engine.plan([(0, 0, 8)], 0)
     tensors = (call.layer, call.kv_score, call.state, call.cache, call.index_cache)
-    compress_low_ratio_(*tensors, plan, target=TARGET)
-    without = LowRatioStep(plan.positions, plan.slots, plan.index_slots)
+    compress_v41_(*tensors, plan, target=TARGET)
+    without = V41Step(plan.positions, plan.slots, plan.index_slots)
     with pytest.raises(ValueError, match=re.escape("state_slots must be given for ratio 2")):
-        compress_low_ratio_(*tensors, without, target=TARGET)
+        compress_v41_(*tensors, without, target=TARGET)
 
 
 def test_a_plan_forgets_all_layouts_before_they_are_too_many() -> None:

@@ -37,7 +37,7 @@ from dsv4_backend.testing.engine import (
 )
 from dsv4_backend.testing.oracle import equal_share, expected_rows
 from tools.fuzz.batches import Draw, FuzzBatch, FuzzCase, MismatchError
-from tools.fuzz.dsv4_low_ratio import low_ratio_case
+from tools.fuzz.dsv4_v41 import v41_case
 
 CPU = torch.device("cpu")
 ALLOWED = 0.2
@@ -298,5 +298,5 @@ CASES: Mapping[str, FuzzCase] = {
     "decode": steps_case("decode"),
     "prefill": steps_case("prefill"),
     "in_place": in_place_case,
-    "low_ratio": low_ratio_case,
+    "v41": v41_case,
 }

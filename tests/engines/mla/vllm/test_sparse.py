@@ -129,7 +129,7 @@ def test_both_families_decide_on_a_layer_of_v41(serve: Serve) -> None:
     owner = serve("torch", 8, 1, version="v41").owner
     assert type(owner).__name__ == "SparseAttention"
     served = seams.difference(COMPRESSORS_V41) is None  # not in 0.32.0
-    kind = "LowRatioCompressor" if served else "DeepseekCompressor"
+    kind = "V41Compressor" if served else "DeepseekCompressor"
     assert type(owner.compressor).__name__ == kind
 
 

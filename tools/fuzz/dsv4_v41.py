@@ -8,28 +8,28 @@ from backend_core.operator import forced
 from backend_core.tables.load import load_table
 from backend_core.tables.schema import UPSTREAM
 from backend_core.target import Target
-from dsv4_backend import compress_low_ratio_
+from dsv4_backend import compress_v41_
 from dsv4_backend.launch_params import TABLES
-from dsv4_backend.low_ratio.torch import step
-from dsv4_backend.low_ratio_step import OPERATOR
 from dsv4_backend.testing.engine import POISON, Chunk, move_plan
-from dsv4_backend.testing.low_ratio import (
+from dsv4_backend.testing.v41 import (
     CPU,
     FORMATS,
     SGLANG,
-    LowRatioEngine,
+    V41Engine,
     judge,
     make_history,
     make_layer,
     make_spec,
     to_device,
 )
+from dsv4_backend.v41.torch import step
+from dsv4_backend.v41_step import OPERATOR
 from tools.fuzz.batches import Draw, FuzzBatch, MismatchError
 
 FORMATS_OF_ALL = (*FORMATS, SGLANG[:2])
 
 
-def low_ratio_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
+def v41_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatch:
     """A random step of a few requests, after random steps before it by the definition."""
     ratio, (main, index) = draw.choice("ratio", (1, 2)), draw.choice("formats", FORMATS_OF_ALL)
     rounding = "sglang_v41" if (main, index) == SGLANG[:2] else "vllm"
@@ -51,7 +51,7 @@ def low_ratio_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatc
         chunks.append((n, before, before + min(max(lengths[n], 1), most)))
     longest = max(end for _, _, end in chunks)
     layer = make_layer(spec, draw.seed() % 1000, CPU)
-    engine = LowRatioEngine(spec, count, longest, ring_rows)
+    engine = V41Engine(spec, count, longest, ring_rows)
     plan = engine.plan(chunks, draw.integer("padding", 0, 3))
     rows_of = torch.full((plan.num_tokens + 3, spec.row_width), torch.nan)
     call = engine.call(layer, rows_of)
@@ -83,7 +83,7 @@ def low_ratio_case(draw: Draw, target: Target, device: torch.device) -> FuzzBatc
             moved.state.copy_(call.state)
 
     def run() -> None:
-        compress_low_ratio_(
+        compress_v41_(
             *(moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache),
             plan_here,
             score=moved.score,

@@ -14,16 +14,14 @@ from backend_core.operator import Selection, forced
 from backend_core.tables.schema import Row
 from backend_core.target import Target
 from dsv4_backend import (
-    LowRatioLayer,
-    LowRatioSpec,
-    LowRatioStep,
     RecordSpec,
-    compress_low_ratio_,
+    V41Layer,
+    V41Spec,
+    V41Step,
+    compress_v41_,
     reference,
 )
 from dsv4_backend.launch_params import TABLES
-from dsv4_backend.low_ratio.torch import step
-from dsv4_backend.low_ratio_step import LowRatioCall
 from dsv4_backend.spec import KEY_DIM, LATENT_DIM
 from dsv4_backend.testing.engine import (
     MAX_POSITIONS,
@@ -34,6 +32,8 @@ from dsv4_backend.testing.engine import (
     rope_table,
 )
 from dsv4_backend.testing.oracle import within_one_code, without_records
+from dsv4_backend.v41.torch import step
+from dsv4_backend.v41_step import V41Call
 
 CPU = torch.device("cpu")
 ALLOWED = 0.02
@@ -55,10 +55,10 @@ def make_spec(
     index: str = "indexer_fp8",
     page_tokens: int = 32,
     rounding: str = "vllm",
-) -> LowRatioSpec:
+) -> V41Spec:
     """Records as the engine that is named keeps them."""
     given: dict[str, Any] = {"page_tokens": page_tokens, "rounding": rounding, "fp8": "ocp"}
-    return LowRatioSpec(
+    return V41Spec(
         compress_ratio=ratio,
         main=RecordSpec(cache_format=main, **given),  # type: ignore[arg-type]
         index=RecordSpec(cache_format=index, **given),  # type: ignore[arg-type]
@@ -68,17 +68,17 @@ def make_spec(
 
 
 def make_layer(
-    spec: LowRatioSpec,
+    spec: V41Spec,
     seed: int = 0,
     device: torch.device | None = None,
     positions: int = MAX_POSITIONS,
-) -> LowRatioLayer:
+) -> V41Layer:
     """Random weights: norms in [0.5, 1.5), a projection that keeps a latent's magnitude."""
     device, g = device or default_device(), torch.Generator().manual_seed(seed)
     norms = [0.5 + torch.rand(size, generator=g) for size in (LATENT_DIM, KEY_DIM)]
     projection = torch.randn(KEY_DIM, LATENT_DIM, generator=g) * LATENT_DIM**-0.5
     table = rope_table(spec.rope_layout, g, positions, device)
-    return LowRatioLayer(
+    return V41Layer(
         spec,
         norms[0].bfloat16().to(device),
         projection.bfloat16().to(device),
@@ -87,9 +87,7 @@ def make_layer(
     )
 
 
-def make_history(
-    spec: LowRatioSpec, length: int, seed: int, adversarial: bool = False
-) -> torch.Tensor:
+def make_history(spec: V41Spec, length: int, seed: int, adversarial: bool = False) -> torch.Tensor:
     """The projections of one sequence [length, 512·r] fp32; adversarial ones have magnitudes from
     1e-12 to 1e4, scores that differ by hundreds, and a row of zeros."""
     g = torch.Generator().manual_seed(seed)
@@ -102,7 +100,7 @@ def make_history(
 
 
 @dataclass
-class LowRatioEngine:
+class V41Engine:
     """Rings, caches and addressing of one compressor for a few requests.
 
     State rows start as NaN and cache bytes as ``POISON``: whatever reads or writes too much shows.
@@ -114,7 +112,7 @@ class LowRatioEngine:
         ring_rows: rows of a ring.
     """
 
-    spec: LowRatioSpec
+    spec: V41Spec
     requests: int
     longest: int
     ring_rows: int = 8
@@ -139,7 +137,7 @@ class LowRatioEngine:
         main, index = (torch.full((pages, n), POISON, dtype=torch.uint8) for n in strides)
         self.caches = main, index
 
-    def plan(self, chunks: Sequence[Chunk], padding: int = 2, known: bool = True) -> LowRatioStep:
+    def plan(self, chunks: Sequence[Chunk], padding: int = 2, known: bool = True) -> V41Step:
         """The plan of chunks one after another, then of padding: tokens, and empty requests.
 
         Args:
@@ -163,7 +161,7 @@ class LowRatioEngine:
             starts = torch.tensor([0, *lengths, *[0] * padding]).cumsum(0).int()
             rows = [(n + 1) * self.ring_rows + p % self.ring_rows for n, p in tokens]
             given = {"state_slots": torch.tensor(rows + pad), "query_starts": starts}
-        return LowRatioStep(
+        return V41Step(
             positions=torch.tensor([p for _, p in tokens] + [0] * padding),
             slots=torch.tensor(slots + pad),
             index_slots=torch.tensor(slots + pad),
@@ -171,14 +169,14 @@ class LowRatioEngine:
             **given,
         )
 
-    def call(self, layer: LowRatioLayer, rows: torch.Tensor) -> LowRatioCall:
+    def call(self, layer: V41Layer, rows: torch.Tensor) -> V41Call:
         if not self.is_sglang or self.state is None:
-            return LowRatioCall(layer, rows, self.state, *self.caches)
+            return V41Call(layer, rows, self.state, *self.caches)
         kv, score = (half.contiguous() for half in rows.chunk(2, 1))
-        return LowRatioCall(layer, kv, self.state, *self.caches, score)
+        return V41Call(layer, kv, self.state, *self.caches, score)
 
 
-def to_device(call: LowRatioCall, device: torch.device) -> LowRatioCall:
+def to_device(call: V41Call, device: torch.device) -> V41Call:
     """A copy of the call on the device, its rings apart as they were."""
     state = call.state
     if state is not None:
@@ -193,13 +191,13 @@ def to_device(call: LowRatioCall, device: torch.device) -> LowRatioCall:
         x.to(device, copy=True) for x in (call.kv_score, call.cache, call.index_cache)
     )
     score = None if call.score is None else call.score.to(device, copy=True)
-    return LowRatioCall(layer, rows, state, cache, index_cache, score)
+    return V41Call(layer, rows, state, cache, index_cache, score)
 
 
 def compare(
-    engine: LowRatioEngine,
-    call: LowRatioCall,
-    plan: LowRatioStep,
+    engine: V41Engine,
+    call: V41Call,
+    plan: V41Step,
     target: Target,
     device: torch.device,
     selection: Selection[Any, Any] | None = None,
@@ -207,7 +205,7 @@ def compare(
     """One call on the paths of a target and by the definition, which the engine goes on from: the
     share of written values that differ; see `judge`."""
     moved = to_device(call, device)
-    compress_low_ratio_(
+    compress_v41_(
         *(moved.layer, moved.kv_score, moved.state, moved.cache, moved.index_cache),
         move_plan(plan, device),
         score=moved.score,
@@ -217,9 +215,7 @@ def compare(
     return judge(engine, call, plan, moved)
 
 
-def judge(
-    engine: LowRatioEngine, call: LowRatioCall, plan: LowRatioStep, moved: LowRatioCall
-) -> float:
+def judge(engine: V41Engine, call: V41Call, plan: V41Step, moved: V41Call) -> float:
     """Make a step by the definition, on the engine's memory, and compare ``moved`` with it: the
     share of written values that differ, each by one step of its code.
 
@@ -271,7 +267,7 @@ LONG_CHUNKS: tuple[tuple[Chunk, ...], ...] = (
 
 
 def serve(
-    spec: LowRatioSpec,
+    spec: V41Spec,
     steps: Sequence[Sequence[Chunk]],
     target: Target,
     device: torch.device,
@@ -281,9 +277,9 @@ def serve(
     ring_rows: int = 8,
 ) -> float:
     """The worst share of differing values in the steps of one engine; ``known`` as in
-    `LowRatioEngine.plan`."""
+    `V41Engine.plan`."""
     longest = max(end for chunks in steps for _, _, end in chunks)
-    engine, layer = LowRatioEngine(spec, 3, longest, ring_rows), make_layer(spec, 5, CPU)
+    engine, layer = V41Engine(spec, 3, longest, ring_rows), make_layer(spec, 5, CPU)
     histories = [make_history(spec, longest, 70 + n, adversarial) for n in range(3)]
     worst = 0.0
     for chunks in steps:
@@ -314,7 +310,7 @@ def check_cases(row: Row) -> dict[str, Callable[[Target, torch.device], float]]:
 
 def _run(
     row: Row,
-    spec: LowRatioSpec,
+    spec: V41Spec,
     steps: Sequence[Sequence[Chunk]],
     *rest: Any,
     ring_rows: int = 8,

@@ -34,15 +34,15 @@ from backend_core.engines.vllm_flag import flag_name, say
 from backend_core.launch.streams import is_capturing
 from backend_core.strict import fallback
 from dsv4_backend import (
-    LowRatioCall,
-    LowRatioLayer,
-    LowRatioSpec,
-    LowRatioStep,
     RecordSpec,
-    compress_low_ratio_,
+    V41Call,
+    V41Layer,
+    V41Spec,
+    V41Step,
+    compress_v41_,
     warm_up,
 )
-from dsv4_backend.engines import low_ratio_paths
+from dsv4_backend.engines import v41_paths
 from dsv4_backend.engines.vllm_states import with_plans
 from dsv4_backend.spec import KEY_DIM, LATENT_DIM, ROPE_DIM, CacheFormat
 
@@ -63,11 +63,11 @@ def adopt(attention: Any, vllm_config: VllmConfig) -> str | None:
         _say_paths(device, spec)
     except (LookupError, ValueError) as error:
         return str(error)
-    compressor.__class__ = LowRatioCompressor
+    compressor.__class__ = V41Compressor
     # in a tuple: as an attribute of its own the indexer would be a submodule
     compressor.source = (attention, indexer)
     if compressor.state_cache is not None:
-        compressor.state_cache.__class__ = LowRatioStateCache
+        compressor.state_cache.__class__ = V41StateCache
     return None
 
 
@@ -118,11 +118,11 @@ def _index_format(indexer: Any) -> CacheFormat:
     return "indexer_fp8_ue8m0" if mqa_logits_use_mx_scales() else "indexer_fp8"
 
 
-def _spec(attention: Any, main_tokens: int, index_tokens: int) -> LowRatioSpec:
+def _spec(attention: Any, main_tokens: int, index_tokens: int) -> V41Spec:
     main = _main_format(attention)
     assert main is not None  # refused when the model was loaded
     records = functools.partial(RecordSpec, rounding="vllm", fp8="ocp")
-    return LowRatioSpec(
+    return V41Spec(
         compress_ratio=attention.compress_ratio,
         main=records(cache_format=main, page_tokens=main_tokens),
         index=records(cache_format=_index_format(attention.indexer), page_tokens=index_tokens),
@@ -132,12 +132,12 @@ def _spec(attention: Any, main_tokens: int, index_tokens: int) -> LowRatioSpec:
 
 
 @functools.cache
-def _say_paths(device: torch.device, spec: LowRatioSpec) -> None:
+def _say_paths(device: torch.device, spec: V41Spec) -> None:
     """Log once which paths serve a kind of compressor."""
-    say(*low_ratio_paths.lines_of(device, spec))
+    say(*v41_paths.lines_of(device, spec))
 
 
-class LowRatioCompressor(DeepseekCompressor):  # type: ignore[misc]
+class V41Compressor(DeepseekCompressor):  # type: ignore[misc]
     """vLLM's compressor with a step of its own; built by vLLM, see `adopt`."""
 
     source: tuple[Any, Any]  # the attention layer and its indexer, set by `adopt`
@@ -147,7 +147,7 @@ class LowRatioCompressor(DeepseekCompressor):  # type: ignore[misc]
         tuple[
             tuple[torch.Tensor, torch.Tensor],
             tuple[torch.Tensor, torch.Tensor],
-            LowRatioLayer,
+            V41Layer,
         ]
         | None
     ) = None
@@ -182,7 +182,7 @@ class LowRatioCompressor(DeepseekCompressor):  # type: ignore[misc]
                 return upstream
         _, pages, layer = self._bound
         try:
-            compress_low_ratio_(layer, kv_score, state, *pages, plan)
+            compress_v41_(layer, kv_score, state, *pages, plan)
         except Exception as error:
             vllm_flag.log_failed_step(f"compressor {self.prefix}", error)
             raise
@@ -190,16 +190,16 @@ class LowRatioCompressor(DeepseekCompressor):  # type: ignore[misc]
 
 
 def _bind(
-    compressor: LowRatioCompressor,
+    compressor: V41Compressor,
     main: torch.Tensor,
     index: torch.Tensor,
     kv_score: torch.Tensor,
     state: torch.Tensor | None,
-    plan: LowRatioStep,
+    plan: V41Step,
 ) -> tuple[
     tuple[torch.Tensor, torch.Tensor],
     tuple[torch.Tensor, torch.Tensor],
-    LowRatioLayer,
+    V41Layer,
 ]:
     """At the first step that has caches: check them, and compile what a later step may launch.
 
@@ -208,7 +208,7 @@ def _bind(
     """
     attention, indexer = compressor.source
     spec = _spec(attention, main.shape[1], index.shape[1])
-    layer = LowRatioLayer(
+    layer = V41Layer(
         spec,
         norm_weight=compressor.norm.weight,
         key_projection=indexer.wk.weight,
@@ -216,7 +216,7 @@ def _bind(
         rope_table=attention.rotary_emb.cos_sin_cache,
     )
     pages = _pages(main, spec.main), _pages(index, spec.index)
-    warm_up(LowRatioCall(layer, kv_score, state, *pages), plan)
+    warm_up(V41Call(layer, kv_score, state, *pages), plan)
     return (main, index), pages, layer
 
 
@@ -227,8 +227,8 @@ def _pages(cache: torch.Tensor, records: RecordSpec) -> torch.Tensor:
 
 
 def _plan(
-    compressor: LowRatioCompressor, attn_metadata: dict[str, Any], positions: torch.Tensor
-) -> LowRatioStep:
+    compressor: V41Compressor, attn_metadata: dict[str, Any], positions: torch.Tensor
+) -> V41Step:
     """The step's plan, of ratio 2 built once for the layers whose records share their slots.
 
     A capture and the run before it never share one: a graph has to hold what the plan is made of.
@@ -238,15 +238,15 @@ def _plan(
     index = attn_metadata[indexer.k_cache.prefix].slot_mapping
     if compressor.state_cache is None:
         tokens = min(main.shape[0], index.shape[0], positions.shape[0])
-        return LowRatioStep(positions[:tokens], main[:tokens], index[:tokens])
+        return V41Step(positions[:tokens], main[:tokens], index[:tokens])
     rings = attn_metadata[compressor.state_cache.prefix]
     capturing = is_capturing(positions.device)
     key = (id(main), id(index), capturing)
     if key in rings.plans:
-        plan: LowRatioStep = rings.plans[key][0]
+        plan: V41Step = rings.plans[key][0]
         return plan
     tokens = min(x.shape[0] for x in (main, index, positions, rings.slot_mapping))
-    plan = LowRatioStep(
+    plan = V41Step(
         positions[:tokens],
         main[:tokens],
         index[:tokens],
@@ -268,6 +268,6 @@ def _extend(builder: Any, metadata: Any, common: Any) -> None:
     metadata.longest = max(common.max_query_len, 1 + builder.vllm_config.num_speculative_tokens)
 
 
-LowRatioStateCache = with_plans(
+V41StateCache = with_plans(
     CompressorStateCache, CompressorBackend, CompressorMetadataBuilder, _extend
 )

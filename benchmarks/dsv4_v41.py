@@ -21,15 +21,15 @@ import torch
 
 from backend_core.operator import forced
 from backend_core.target import detect_target
-from backend_core.testing.timing import call_time_ms, graph_time_ms, host_time_ms
-from benchmarks.peers.dsv4_sglang import low_ratio_step
+from backend_core.testing.timing import graph_time_ms, host_time_ms
+from benchmarks.peers.dsv4_sglang import v41_step
 from dsv4_backend import RecordSpec, reference
 from dsv4_backend.family import FAMILY
 from dsv4_backend.launch_params import TABLES
-from dsv4_backend.low_ratio_step import low_ratio_selection
-from dsv4_backend.testing import low_ratio as kit
+from dsv4_backend.testing import v41 as kit
 from dsv4_backend.testing.engine import POISON, default_device
-from dsv4_backend.testing.steps import TimedLowRatio, make_low_ratio
+from dsv4_backend.testing.steps import TimedV41, make_v41
+from dsv4_backend.v41_step import v41_selection
 
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DRAFTS = (1, 16, 64)  # requests, of four tokens each
@@ -73,23 +73,23 @@ def cases(engine: str = "vllm") -> list[Case]:
     return found
 
 
-def make(case: Case) -> TimedLowRatio:
+def make(case: Case) -> TimedV41:
     """n requests of 4k to 8k tokens with one token each at the end of a group, or with four, whose
     first may end one; or one request of n tokens."""
     phase, ratio, n, formats = case
     device, rounding = default_device(), "sglang_v41" if formats == SGLANG else "vllm"
     if phase == "prefill":
         positions = torch.arange(n, device=device)
-        return make_low_ratio(ratio, positions, torch.zeros_like(positions), *formats, rounding)
+        return make_v41(ratio, positions, torch.zeros_like(positions), *formats, rounding)
     generator = torch.Generator(device).manual_seed(5)
     starts = torch.randint(2048, 4096, (n,), generator=generator, device=device) * 2 + 1
     tokens = torch.arange(4 if phase == "drafts" else 1, device=device)
     positions = (starts[:, None] + tokens).flatten()
     requests = torch.arange(n, device=device).repeat_interleave(len(tokens))
-    return make_low_ratio(ratio, positions, requests, *formats, rounding)
+    return make_v41(ratio, positions, requests, *formats, rounding)
 
 
-def slots_of(step: TimedLowRatio) -> torch.Tensor:
+def slots_of(step: TimedV41) -> torch.Tensor:
     slots = step.step_plan.slots
     return slots[slots >= 0]
 
@@ -102,7 +102,7 @@ def places(records: RecordSpec, slots: torch.Tensor, page_bytes: int) -> torch.T
     return page[:, None] * page_bytes + order[i]
 
 
-def run(step: TimedLowRatio, call: Call) -> Written:
+def run(step: TimedV41, call: Call) -> Written:
     """Call with poison in the caches, then put the rings back.
 
     Raises:
@@ -133,7 +133,7 @@ def run(step: TimedLowRatio, call: Call) -> Written:
     return Written(tuple(found), state)
 
 
-def float64_records(step: TimedLowRatio) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+def float64_records(step: TimedV41) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     """The records by the definition, from the rings before the call and its input."""
     tensors, plan = step.call, step.step_plan
     spec, rows = tensors.layer.spec, tensors.kv_score
@@ -152,7 +152,7 @@ def float64_records(step: TimedLowRatio) -> tuple[tuple[torch.Tensor, torch.Tens
         groups = torch.stack((first, groups), 1).flatten(0, 1)
     latent = reference.latents(groups, tensors.layer)
     positions = plan.positions[tokens] + 1 - spec.compress_ratio
-    main, key = reference.low_ratio_rows(latent, positions, tensors.layer)
+    main, key = reference.v41_rows(latent, positions, tensors.layer)
     return reference.quantise(main, spec.main), reference.quantise(key, spec.index)
 
 
@@ -165,7 +165,7 @@ def equal_bytes(one: Written, other: tuple[tuple[torch.Tensor, torch.Tensor], ..
     return equal / max(sum(a.numel() for a, _ in pairs), 1)
 
 
-def upstream(vllm: Any, step: TimedLowRatio) -> dict[str, Call]:
+def upstream(vllm: Any, step: TimedV41) -> dict[str, Call]:
     """vLLM's launches on these tensors, by the name of their schedule."""
     tensors, plan = step.call, step.step_plan
     layer, spec = tensors.layer, tensors.layer.spec
@@ -222,17 +222,16 @@ def upstream(vllm: Any, step: TimedLowRatio) -> dict[str, Call]:
 
 
 def take_times(row: dict[str, Any], name: str, call: Call) -> None:
-    row[f"{name}_call_ms"] = call_time_ms(call)
     row[f"{name}_host_ms"] = host_time_ms(call)
     row[f"{name}_gpu_ms"] = graph_time_ms(call)
 
 
-def variants(case: Case, step: TimedLowRatio) -> dict[str, float]:
+def variants(case: Case, step: TimedV41) -> dict[str, float]:
     """GPU time of every path of the table that can serve the case, and, at the sizes of ``FEW``, of
     those paths with one of their launch parameters exchanged."""
     phase, _, n, formats = case
     target, found = detect_target(step.call.kv_score.device), {}
-    for row in dict.fromkeys(low_ratio_selection(target, step.call.layer.spec).rows):
+    for row in dict.fromkeys(v41_selection(target, step.call.layer.spec).rows):
         if row.name == "torch" or not row.serves(n, step.step_plan.longest, 1):
             continue
         options = [row.params]
@@ -256,7 +255,7 @@ def measure(case: Case, peers: Any, bandwidth: float, task: int = 0) -> dict[str
     """
     phase, ratio, n, formats = case
     step = make(case)
-    row: dict[str, Any] = {"phase": phase, "part": "low_ratio", "ratio": ratio, "n": n}
+    row: dict[str, Any] = {"phase": phase, "part": "v41", "ratio": ratio, "n": n}
     row |= {"main": formats[0], "index": formats[1], "layout": "ring", "not_run": {}}
     ours, wanted = run(step, step.run()), float64_records(step)
     row["ours_float64_bytes"] = equal_bytes(ours, wanted)
@@ -267,22 +266,22 @@ def measure(case: Case, peers: Any, bandwidth: float, task: int = 0) -> dict[str
     row["floor_ms"] = step.floor_bytes() / (bandwidth * 1e6)
     is_fp4 = formats[1] == "indexer_mxfp4"
     if formats == SGLANG:
-        if (modules := peers.sglang_low_ratio) is None:
-            row["not_run"]["sglang"] = peers.refused["sglang_low_ratio"]
+        if (modules := peers.sglang_v41) is None:
+            row["not_run"]["sglang"] = peers.refused["sglang_v41"]
             return row
-        compare(row, step, ours, wanted, {"sglang": low_ratio_step(modules, step)})
+        compare(row, step, ours, wanted, {"sglang": v41_step(modules, step)})
         return row
-    if peers.low_ratio is None or (is_fp4 and torch.cuda.get_device_capability() < (10, 0)):
-        why = "e2m1 by an instruction of sm_100" if is_fp4 else peers.refused["vllm_low_ratio"]
+    if peers.v41 is None or (is_fp4 and torch.cuda.get_device_capability() < (10, 0)):
+        why = "e2m1 by an instruction of sm_100" if is_fp4 else peers.refused["vllm_v41"]
         row["not_run"]["vllm"] = why
         return row
-    compare(row, step, ours, wanted, upstream(peers.low_ratio, step))
+    compare(row, step, ours, wanted, upstream(peers.v41, step))
     return row
 
 
 def compare(
     row: dict[str, Any],
-    step: TimedLowRatio,
+    step: TimedV41,
     ours: Written,
     wanted: tuple[tuple[torch.Tensor, torch.Tensor], ...],
     peers: dict[str, Call],
@@ -298,7 +297,6 @@ def compare(
         if states and not torch.equal(*states):
             raise ArithmeticError(f"{int((states[0] != states[1]).sum())} ring values differ")
         row[f"{name}_float64_bytes"] = equal_bytes(theirs, wanted)
-        row[f"{name}_equal_bytes"] = equal_bytes(ours, theirs.records)
         take_times(row, name, call)
 
 

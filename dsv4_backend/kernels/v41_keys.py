@@ -7,13 +7,13 @@ from backend_core.kernels.codecs import encode_e4m3, round_bf16
 from backend_core.kernels.pdl import pdl_begin, pdl_wait
 from backend_core.kernels.rope_hadamard import rotate_pairs
 from dsv4_backend.kernels.arguments import State
-from dsv4_backend.kernels.low_ratio import find_row
 from dsv4_backend.kernels.records import (
     four_ue8m0,
     indexer_fp8_scale,
     quantise_indexer_mxfp4,
     row_ptrs,
 )
+from dsv4_backend.kernels.v41 import find_row
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def write_ring_rows(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def low_ratio_keys_kernel(
+def v41_keys_kernel(
     latent_ptr,  # [rows, D] bf16
     token_ptr,  # [rows] int32, the token of each latent, or -1
     input_ptr,  # [T, 2·D] fp32, RATIO 2; with score_ptr [T, D]

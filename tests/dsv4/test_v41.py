@@ -15,18 +15,18 @@ from backend_core.formats import RECORD_FORMATS
 from backend_core.operator import forced
 from backend_core.tables.load import load_table
 from dsv4_backend import (
-    LowRatioCall,
-    LowRatioStep,
     RecordSpec,
-    compress_low_ratio_,
+    V41Call,
+    V41Step,
+    compress_v41_,
     reference,
     warm_up,
 )
 from dsv4_backend.launch_params import TABLES
-from dsv4_backend.low_ratio.torch import step
-from dsv4_backend.low_ratio_step import OPERATOR, low_ratio_selection
-from dsv4_backend.testing import low_ratio as kit
+from dsv4_backend.testing import v41 as kit
 from dsv4_backend.testing.engine import move_plan
+from dsv4_backend.v41.torch import step
+from dsv4_backend.v41_step import OPERATOR, v41_selection
 from tests.dsv4.cases import DEVICE, TARGET
 
 CPU = torch.device("cpu")
@@ -78,12 +78,12 @@ def test_the_torch_path_is_the_definition_of_whole_sequences(ratio: int) -> None
     """Prompts in chunks and tokens one by one give what the sequence gives as a whole."""
     spec = kit.make_spec(ratio, "bf16_rows", "indexer_fp8")
     length, layer = 27, kit.make_layer(kit.make_spec(ratio, "bf16_rows"), 1, CPU)
-    engine, history = kit.LowRatioEngine(spec, 2, length), kit.make_history(spec, length, 9)
+    engine, history = kit.V41Engine(spec, 2, length), kit.make_history(spec, length, 9)
     for start, end in ((0, 5), (5, 6), (6, 7), (7, 24), (24, 27)):
         step(engine.call(layer, history[start:end]), engine.plan([(1, start, end)], 0))
     latent = reference.latents(history, layer)
     positions = torch.arange(len(latent)) * ratio
-    rows = reference.low_ratio_rows(latent, positions, layer)
+    rows = reference.v41_rows(latent, positions, layer)
     slots = engine.slot_of[1, : len(latent)]
     for cache, records, row in zip(engine.caches, (spec.main, spec.index), rows, strict=True):
         want = reference.quantise(row, records)
@@ -92,7 +92,7 @@ def test_the_torch_path_is_the_definition_of_whole_sequences(ratio: int) -> None
 
 
 def test_a_step_with_a_long_chunk_or_of_unknown_length_takes_two_launches() -> None:
-    rows = low_ratio_selection(TARGET, kit.make_spec(2))
+    rows = v41_selection(TARGET, kit.make_spec(2))
     assert rows.row(64, 1).name == rows.row(64, 7).name == "one_launch"
     assert rows.row(64, 8).name == rows.row(64, None).name == "two_launch"
     assert rows.row(4096, 1).name == "two_launch"
@@ -104,7 +104,7 @@ def test_slots_of_one_cache_may_be_left_out() -> None:
     layer = kit.make_layer(spec, 3, CPU)
     for left_out in ("slots", "index_slots"):
         for path in PATHS:
-            engine = kit.LowRatioEngine(spec, 2, 8)
+            engine = kit.V41Engine(spec, 2, 8)
             rows = torch.cat([kit.make_history(spec, 6, seed) for seed in (1, 2)])
             plan = engine.plan([(0, 0, 6), (1, 0, 6)], 0)
             plan = dataclasses.replace(plan, **{left_out: torch.full((12,), -1)})
@@ -124,7 +124,7 @@ def test_a_graph_replays_other_steps(ratio: int, known: bool, formats: Any) -> N
     if not known:
         steps = (((0, 0, 20), (1, 0, 12)), ((0, 20, 21), (1, 12, 43)), ((1, 43, 48), (0, 21, 48)))
     spec = kit.make_spec(ratio, *formats)
-    engine, layer = kit.LowRatioEngine(spec, 2, 48), kit.make_layer(spec, 5, CPU)
+    engine, layer = kit.V41Engine(spec, 2, 48), kit.make_layer(spec, 5, CPU)
     histories = [kit.make_history(spec, 48, n) for n in range(2)]
     moved, graph = None, torch.cuda.CUDAGraph()
     for chunks in steps:
@@ -137,7 +137,7 @@ def test_a_graph_replays_other_steps(ratio: int, known: bool, formats: Any) -> N
             given = {"score": moved.score}
             warm_up(moved, held)
             with torch.cuda.graph(graph):
-                compress_low_ratio_(*tensors, held, **given)
+                compress_v41_(*tensors, held, **given)
         moved.kv_score.copy_(call.kv_score)
         if moved.score is not None:
             moved.score.copy_(call.score)
@@ -161,15 +161,15 @@ def test_nvfp4_scales_of_tiny_and_huge_rows() -> None:
 
 
 def test_check_runs_every_record_format_that_an_adapter_names() -> None:
-    source = Path(dsv4_backend.__file__).with_name("engines") / "vllm_low_ratio.py"
+    source = Path(dsv4_backend.__file__).with_name("engines") / "vllm_v41.py"
     text = source.read_text(encoding="utf-8")
     named = {name for name in RECORD_FORMATS if f'"{name}"' in text}
     assert named == {name for formats in kit.FORMATS for name in formats}
 
 
-def given(ratio: int = 2) -> tuple[tuple[object, ...], LowRatioStep]:
+def given(ratio: int = 2) -> tuple[tuple[object, ...], V41Step]:
     spec = kit.make_spec(ratio)
-    engine, layer = kit.LowRatioEngine(spec, 2, 8), kit.make_layer(spec, 3, CPU)
+    engine, layer = kit.V41Engine(spec, 2, 8), kit.make_layer(spec, 3, CPU)
     call = engine.call(layer, kit.make_history(spec, 8, 1))
     tensors = (call.layer, call.kv_score, call.state, call.cache, call.index_cache)
     return tensors, engine.plan([(0, 0, 8)], 0)
@@ -192,9 +192,9 @@ def test_what_breaks_the_contract_is_named(ratio, change, message) -> None:
     tensors, plan = given(ratio)
     broken = [change[n](x) if n in change else x for n, x in enumerate(tensors)]
     with pytest.raises(ValueError, match=re.escape(message)):
-        compress_low_ratio_(*broken, plan, target=TARGET)
+        compress_v41_(*broken, plan, target=TARGET)
     with pytest.raises(ValueError, match=re.escape(message)):
-        warm_up(LowRatioCall(*broken), plan, target=TARGET)
+        warm_up(V41Call(*broken), plan, target=TARGET)
 
 
 @pytest.mark.interpreter
@@ -208,4 +208,4 @@ def test_specs_and_plans_name_what_breaks_them() -> None:
         dataclasses.replace(plan, query_starts=None)
     with pytest.raises(ValueError, match="state_slots must be given for ratio 2"):
         plan = dataclasses.replace(plan, query_starts=None, state_slots=None)
-        compress_low_ratio_(*given()[0], plan, target=TARGET)
+        compress_v41_(*given()[0], plan, target=TARGET)

@@ -7,15 +7,15 @@ import torch
 from backend_core.tables.schema import Row
 from backend_core.target import Target
 from dsv4_backend import reference
-from dsv4_backend.low_ratio_step import LowRatioCall, LowRatioStep, LowRatioStepSpec
 from dsv4_backend.step import TorchPath
+from dsv4_backend.v41_step import V41Call, V41Step, V41StepSpec
 
 
-def bind(row: Row, spec: LowRatioStepSpec, target: Target) -> TorchPath:
+def bind(row: Row, spec: V41StepSpec, target: Target) -> TorchPath:
     return TorchPath(step)
 
 
-def step(call: LowRatioCall, plan: LowRatioStep) -> None:
+def step(call: V41Call, plan: V41Step) -> None:
     """Make and store the records of every group that ends, then write the state rows."""
     layer, state, kv_score = call.layer, call.state, call.kv_score
     if call.score is not None:
@@ -34,7 +34,7 @@ def step(call: LowRatioCall, plan: LowRatioStep) -> None:
             groups += rows
         latent = reference.latents(torch.stack(groups), layer)
         positions = torch.tensor([end.position + 1 - spec.compress_ratio for end in ends])
-        found = reference.low_ratio_rows(latent, positions.to(latent.device), layer)
+        found = reference.v41_rows(latent, positions.to(latent.device), layer)
         caches = (call.cache, spec.main), (call.index_cache, spec.index)
         for which, (rows_of, (cache, records)) in enumerate(zip(found, caches, strict=True)):
             slots = torch.tensor([end.slots[which] for end in ends])

@@ -23,13 +23,13 @@ from dsv4_backend.contract.calls import check_records
 from dsv4_backend.contract.values import ROW_DTYPES, check_index
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.selection import expect_operator
-from dsv4_backend.spec import LATENT_DIM, LowRatioLayer, LowRatioSpec
+from dsv4_backend.spec import LATENT_DIM, V41Layer, V41Spec
 from dsv4_backend.step import CompressorPath, Look, expect_rows
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import Argument
 
-OPERATOR = "low_ratio"
+OPERATOR = "v41"
 RING_ROWS = 8
 """The fewest rows of a ring of vLLM's: those of a step in one launch, and the row before them."""
 
@@ -52,7 +52,7 @@ class GroupEnd(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class LowRatioStep:
+class V41Step:
     """Tokens of several requests, one request after another: prompts, decodes, drafts.
 
     Attributes:
@@ -182,13 +182,13 @@ class LowRatioStep:
 
 
 @dataclass(slots=True, eq=False)
-class LowRatioCall:
+class V41Call:
     """A layer with the tensors of one call.
 
     With ``score`` [T, 512] of ratio 2, ``kv_score`` [T, 512] has the other half of the rows.
     """
 
-    layer: LowRatioLayer
+    layer: V41Layer
     kv_score: torch.Tensor
     state: torch.Tensor | None
     cache: torch.Tensor
@@ -234,25 +234,25 @@ class LowRatioCall:
         joined = at[0] | at_score | at_state | at[3] | at[4] | at[5] | at[6] | at[7] | at[8]
         return at, joined, layout
 
-    def expect_rows(self, plan: LowRatioStep) -> None:
+    def expect_rows(self, plan: V41Step) -> None:
         expect_rows("kv_score", self.kv_score, plan.num_tokens)
         if self.score is not None:
             expect_rows("score", self.score, plan.num_tokens)
 
     def paths(
         self,
-        plan: LowRatioStep,
+        plan: V41Step,
         target: Target | None,
-        selection: Selection[LowRatioStepSpec, CompressorPath] | None,
-    ) -> Selection[LowRatioStepSpec, CompressorPath]:
+        selection: Selection[V41StepSpec, CompressorPath] | None,
+    ) -> Selection[V41StepSpec, CompressorPath]:
         self._check(plan)
         rows = 1 if self.state is None else self.state.shape[1]
-        spec = LowRatioStepSpec(self.layer.spec, rows)
+        spec = V41StepSpec(self.layer.spec, rows)
         if selection is None:
             return select(TABLES, OPERATOR, target or detect_target(plan.device), spec)
         return expect_operator(selection, OPERATOR).for_spec(spec)
 
-    def _check(self, plan: LowRatioStep) -> None:
+    def _check(self, plan: V41Step) -> None:
         layer, kv_score, state, score = self.layer, self.kv_score, self.state, self.score
         spec, device = layer.spec, layer.key_projection.device
         expect_shape("kv_score", kv_score, ("T", spec.row_width if score is None else LATENT_DIM))
@@ -292,19 +292,17 @@ class LowRatioCall:
 
 
 @dataclass(frozen=True)
-class LowRatioStepSpec:
+class V41StepSpec:
     """A kind of compressor and state; ``state_block``: rows of a ring, 1 where there is none."""
 
-    compressor: LowRatioSpec
+    compressor: V41Spec
     state_block: int
 
 
-def low_ratio_selection(
-    target: Target, spec: LowRatioSpec
-) -> Selection[LowRatioStepSpec, CompressorPath]:
+def v41_selection(target: Target, spec: V41Spec) -> Selection[V41StepSpec, CompressorPath]:
     """The operator's paths for a kind of compressor, by tokens and the longest chunk.
 
     Raises:
         LookupError: there is no table for the target.
     """
-    return select(TABLES, OPERATOR, target, LowRatioStepSpec(spec, RING_ROWS))
+    return select(TABLES, OPERATOR, target, V41StepSpec(spec, RING_ROWS))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from backend_core.tables.schema import Row
 from backend_core.target import Target
-from dsv4_backend.low_ratio_step import LowRatioStepSpec
 from dsv4_backend.step import Launches
-from dsv4_backend.variants import low_ratio_variants
+from dsv4_backend.v41_step import V41StepSpec
+from dsv4_backend.variants import v41_variants
 
 
-def bind(row: Row, spec: LowRatioStepSpec, target: Target) -> Launches:
-    (variant,) = low_ratio_variants(row, spec.compressor, spec.state_block)
+def bind(row: Row, spec: V41StepSpec, target: Target) -> Launches:
+    (variant,) = v41_variants(row, spec.compressor, spec.state_block)
     return Launches((variant.launch(),), lambda plan: ((plan.num_tokens, 2, 1),))

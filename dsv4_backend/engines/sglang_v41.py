@@ -26,15 +26,15 @@ from sglang.srt.runtime_context import get_parallel
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
 from dsv4_backend import (
-    LowRatioCall,
-    LowRatioLayer,
-    LowRatioSpec,
-    LowRatioStep,
     RecordSpec,
-    compress_low_ratio_,
+    V41Call,
+    V41Layer,
+    V41Spec,
+    V41Step,
+    compress_v41_,
     warm_up,
 )
-from dsv4_backend.engines import low_ratio_paths
+from dsv4_backend.engines import v41_paths
 from dsv4_backend.engines.sglang_compressor import pages_of
 from dsv4_backend.spec import ROPE_DIM
 
@@ -49,7 +49,7 @@ def install(backend: Any) -> None:
     """Exchange the step of ``backend``, sglang's attention backend of a DeepSeek-V4.1."""
     reason = _refusal(backend)
     if reason is None:
-        LowRatioSteps(backend)
+        V41Steps(backend)
     else:
         fallback(f"--attention-backend dsv4: {reason}")
 
@@ -85,12 +85,12 @@ class _BoundLayer:
         tensors: state, pages and the indexer's pages.
     """
 
-    layer: LowRatioLayer | None = None
+    layer: V41Layer | None = None
     memory: tuple[int, ...] = ()
     tensors: tuple[Any, Any, Any] = (None, None, None)
 
 
-class LowRatioSteps:
+class V41Steps:
     """In the place of sglang's methods that compress, of one attention backend."""
 
     def __init__(self, backend: Any) -> None:
@@ -98,7 +98,7 @@ class LowRatioSteps:
         self._upstream: dict[str, Callable[..., None]] = {}
         self._bound: dict[int, _BoundLayer] = {}
         # by ratio: the addresses and numbers that a plan is made of, and the plan, which keeps them
-        self._plans: dict[int, tuple[tuple[Any, ...], LowRatioStep]] = {}
+        self._plans: dict[int, tuple[tuple[Any, ...], V41Step]] = {}
         for name in _STEPS:
             self._upstream[name] = getattr(backend, name)
             ours = self.eager if name == _EAGER else functools.partial(self.in_graph, name)
@@ -177,7 +177,7 @@ class LowRatioSteps:
                     ours = _layer(layer, pool.get_extra_key_page_size(at), index.shape[1])
                     _say_paths(main.device, ours.spec)
                     rows = project()
-                    call = LowRatioCall(ours, rows[0], *tensors, rows[1])
+                    call = V41Call(ours, rows[0], *tensors, rows[1])
                     for firsts in (None, pos[:1].int() if starts is None else starts):
                         warm_up(call, self._plan(layer.compress_ratio, req, pos, firsts, longest))
                     bound.layer, bound.tensors = ours, tensors
@@ -189,7 +189,7 @@ class LowRatioSteps:
         assert bound.layer is not None
         kv, score = rows or project()
         plan = self._plan(layer.compress_ratio, req, pos, starts, longest)
-        compress_low_ratio_(bound.layer, kv, *bound.tensors, plan, score=score)
+        compress_v41_(bound.layer, kv, *bound.tensors, plan, score=score)
         return True
 
     def _plan(
@@ -199,7 +199,7 @@ class LowRatioSteps:
         pos: torch.Tensor,
         starts: torch.Tensor | None,
         longest: int | None,
-    ) -> LowRatioStep:
+    ) -> V41Step:
         """The step's plan, kept for the layers of the same ratio."""
         core = self._backend.forward_metadata.core_metadata
         slots = core.c1_out_loc if compress_ratio == 1 else core.c2_out_loc
@@ -210,7 +210,7 @@ class LowRatioSteps:
         key = tuple((x.data_ptr(), x.shape) if isinstance(x, torch.Tensor) else x for x in given)
         kept = self._plans.get(compress_ratio)
         if kept is None or kept[0] != key:
-            kept = self._plans[compress_ratio] = (key, LowRatioStep(*given))
+            kept = self._plans[compress_ratio] = (key, V41Step(*given))
         return kept[1]
 
 
@@ -243,17 +243,17 @@ def _rings(state: torch.Tensor | None, ring_rows: int) -> torch.Tensor | None:
     return state[: rings * ring_rows].view(rings, ring_rows, state.shape[1])
 
 
-def _layer(layer: Any, page_tokens: int, key_page_bytes: int) -> LowRatioLayer:
+def _layer(layer: Any, page_tokens: int, key_page_bytes: int) -> V41Layer:
     compressor, indexer = layer.compressor, layer.indexer
     records = functools.partial(RecordSpec, rounding="sglang_v41", fp8="ocp")
-    spec = LowRatioSpec(
+    spec = V41Spec(
         compress_ratio=layer.compress_ratio,
         main=records(cache_format="fp8_ds_mla", page_tokens=page_tokens),
         index=records(cache_format="indexer_mxfp4", page_tokens=key_page_bytes // _KEY_BYTES),
         rope_layout="interleaved",
         eps=compressor.norm.eps,
     )
-    return LowRatioLayer(
+    return V41Layer(
         spec,
         compressor.norm.weight.detach(),
         indexer.wk.weight.detach(),
@@ -263,6 +263,6 @@ def _layer(layer: Any, page_tokens: int, key_page_bytes: int) -> LowRatioLayer:
 
 
 @functools.cache
-def _say_paths(device: torch.device, spec: LowRatioSpec) -> None:
+def _say_paths(device: torch.device, spec: V41Spec) -> None:
     """Log once which paths serve a kind of compressor."""
-    say(*low_ratio_paths.lines_of(device, spec))
+    say(*v41_paths.lines_of(device, spec))

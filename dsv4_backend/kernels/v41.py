@@ -121,7 +121,7 @@ def store_main(
 
 
 @triton.jit
-def low_ratio_step_kernel(
+def v41_step_kernel(
     input_ptr,  # [T, RATIO·D] fp32, of ratio 1 also bf16; with score_ptr [T, D]
     score_ptr,  # [T, D] fp32 or None, RATIO 2
     state_ptr,  # [blocks, STATE_BLOCK, 2·D] fp32, RATIO 2
@@ -227,7 +227,7 @@ def low_ratio_step_kernel(
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens"])
-def low_ratio_latents_kernel(
+def v41_latents_kernel(
     latent_ptr,  # [rows, D] bf16, written where a group ends
     token_ptr,  # [rows] int32, written: the token of each latent, or -1
     input_ptr,  # [T, RATIO·D] fp32, of ratio 1 also bf16; with score_ptr [T, D]

@@ -29,10 +29,10 @@ from sglang.srt.runtime_context import publish
 
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import LowRatioLayer, RecordSpec, low_ratio_step, reference
+from dsv4_backend import RecordSpec, V41Layer, reference, v41_step
 from dsv4_backend.engines import sglang as flag
-from dsv4_backend.engines import sglang_low_ratio as adapter
-from dsv4_backend.testing import low_ratio as kit
+from dsv4_backend.engines import sglang_v41 as adapter
+from dsv4_backend.testing import v41 as kit
 from dsv4_backend.testing.engine import Chunk
 from dsv4_backend.testing.oracle import within_one_code
 from tests.engines.dsv4.sglang.harness import server_args
@@ -52,11 +52,11 @@ def share(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one.double() != other.double()).double().mean().item()
 
 
-def make_layer(ratio: int) -> LowRatioLayer:
+def make_layer(ratio: int) -> V41Layer:
     return kit.make_layer(kit.make_spec(ratio, *kit.SGLANG), 1, torch.device("cpu"))
 
 
-def sglangs_latents(history: torch.Tensor, layer: LowRatioLayer) -> torch.Tensor:
+def sglangs_latents(history: torch.Tensor, layer: V41Layer) -> torch.Tensor:
     spec = layer.spec
     compressor = sparse.DeepseekV41Compressor(
         64, 512, spec.compress_ratio, spec.eps, fused_compress=False
@@ -89,7 +89,7 @@ def test_records_are_the_definitions(magnitude: float) -> None:
     latent[5] = 0.0
     layer.key_norm_weight.mul_(magnitude)
     angles = torch.view_as_complex(layer.rope_table.float().view(-1, 32, 2))[positions]
-    main, key = reference.low_ratio_rows(latent.double(), positions, layer)
+    main, key = reference.v41_rows(latent.double(), positions, layer)
 
     theirs = sparse._rope_fq4(latent, angles, 64, compressed_kv=True)
     given: dict[str, Any] = {"cache_format": "fp8_ds_mla", "page_tokens": 1, "fp8": "ocp"}
@@ -312,7 +312,7 @@ def compare(ours: Served, theirs: Served) -> None:
 
 def on_kernels(monkeypatch: pytest.MonkeyPatch, gpu: str | None) -> None:
     if gpu is not None:
-        monkeypatch.setattr(low_ratio_step, "detect_target", lambda device: KNOWN_TARGETS[gpu])
+        monkeypatch.setattr(v41_step, "detect_target", lambda device: KNOWN_TARGETS[gpu])
 
 
 def no_stock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +384,7 @@ def test_a_step_of_decodes_or_drafts_takes_one_launch(monkeypatch: pytest.Monkey
         if layer.spec.compress_ratio == 2:
             known.append((tensors[-1].longest, tensors[-1].query_starts is not None))
 
-    monkeypatch.setattr(adapter, "compress_low_ratio_", remember)
+    monkeypatch.setattr(adapter, "compress_v41_", remember)
     served = Served(monkeypatch, True, 2)
     for chunks in (((0, 0, 9), (2, 0, 17)), ((0, 9, 10), (2, 17, 18))):
         served.run(chunks, padding=0)
@@ -493,14 +493,14 @@ def test_the_gpu_script_sees_wrong_bytes(monkeypatch: pytest.MonkeyPatch, plante
     """`benchmarks.engines.dsv4_sglang_watch`, in steps of prompts and decodes."""
     from benchmarks.engines.dsv4_sglang_watch import RecordWatch
 
-    monkeypatch.setattr(adapter.LowRatioSteps, "eager", adapter.LowRatioSteps.eager)
+    monkeypatch.setattr(adapter.V41Steps, "eager", adapter.V41Steps.eager)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    operator = adapter.compress_low_ratio_
+    operator = adapter.compress_v41_
 
     def wrong(layer: Any, kv: torch.Tensor, *rest: Any, **more: Any) -> None:
         operator(layer, kv.neg() if planted else kv, *rest, **more)
 
-    monkeypatch.setattr(adapter, "compress_low_ratio_", wrong)
+    monkeypatch.setattr(adapter, "compress_v41_", wrong)
     watch = RecordWatch()
     watch.watch_v41(adapter)
     served = Served(monkeypatch, True)

@@ -31,17 +31,17 @@ from backend_core.engines import entry, vllm_flag
 from backend_core.engines.vllm_flag import flag_name
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import low_ratio_step, reference
+from dsv4_backend import reference, v41_step
 from dsv4_backend.engines import vllm as flag
-from dsv4_backend.engines import vllm_low_ratio as adapter
-from dsv4_backend.engines.vllm_low_ratio import (
-    LowRatioCompressor,
-    LowRatioStateCache,
+from dsv4_backend.engines import vllm_v41 as adapter
+from dsv4_backend.engines.vllm_v41 import (
+    V41Compressor,
+    V41StateCache,
 )
-from dsv4_backend.low_ratio.torch import step as definition
-from dsv4_backend.testing import low_ratio as kit
+from dsv4_backend.testing import v41 as kit
 from dsv4_backend.testing.engine import Chunk
 from dsv4_backend.testing.oracle import within_one_code
+from dsv4_backend.v41.torch import step as definition
 from tests.engines.deepseek_v4 import model_directory
 from tests.engines.vllm_process import common_metadata
 
@@ -133,8 +133,8 @@ class Served:
         self.layer, self.config, ratio = layer, config, layer.compress_ratio
         spec = kit.make_spec(ratio, main, index, 64 // ratio)
         rings = layer.compressor.state_cache
-        self.caches = kit.LowRatioEngine(spec, 3, 48, 8 if rings is None else rings.block_size)
-        self.weights = kit.LowRatioLayer(
+        self.caches = kit.V41Engine(spec, 3, 48, 8 if rings is None else rings.block_size)
+        self.weights = kit.V41Layer(
             spec,
             layer.compressor.norm.weight,
             layer.indexer.wk.weight,
@@ -204,17 +204,17 @@ class Served:
             self.run(histories, chunks)
         return histories
 
-    def wanted(self, histories: list[torch.Tensor]) -> kit.LowRatioEngine:
+    def wanted(self, histories: list[torch.Tensor]) -> kit.V41Engine:
         """Rings and caches after the same steps by the definition."""
         spec = self.caches.spec
-        engine = kit.LowRatioEngine(spec, 3, 48, self.caches.ring_rows)
+        engine = kit.V41Engine(spec, 3, 48, self.caches.ring_rows)
         for chunks in STEPS:
             rows = torch.cat([histories[n][a:b] for n, a, b in chunks])
             definition(engine.call(self.weights, rows), engine.plan(chunks, 0))
         return engine
 
 
-def records_near(ours: kit.LowRatioEngine, other: kit.LowRatioEngine) -> float:
+def records_near(ours: kit.V41Engine, other: kit.V41Engine) -> float:
     """The share of values that differ, each of them by one code; nothing else was written."""
     spec, worst = ours.spec, 0.0
     ends = [p for p in range(spec.compress_ratio - 1, 48, spec.compress_ratio)]
@@ -235,8 +235,8 @@ def test_the_engines_steps_give_the_definitions_rings_and_records(
 ) -> None:
     config = engine_config()
     layer = build(monkeypatch, config, ratio, main, index)
-    assert type(layer.compressor) is LowRatioCompressor
-    assert ratio == 1 or type(layer.compressor.state_cache) is LowRatioStateCache
+    assert type(layer.compressor) is V41Compressor
+    assert ratio == 1 or type(layer.compressor.state_cache) is V41StateCache
     step = Served(layer, main, index, config)
     want = step.wanted(step.serve())
     for got, wanted in zip(step.caches.caches, want.caches, strict=True):
@@ -249,7 +249,7 @@ def test_the_engines_steps_give_the_definitions_rings_and_records(
 def test_the_gpus_kernels_give_the_same_through_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, ratio: int
 ) -> None:
-    monkeypatch.setattr(low_ratio_step, "detect_target", lambda device: KNOWN_TARGETS["H200"])
+    monkeypatch.setattr(v41_step, "detect_target", lambda device: KNOWN_TARGETS["H200"])
     config = engine_config()
     step = Served(build(monkeypatch, config, ratio), "fp8_ds_mla", "indexer_fp8", config)
     want = step.wanted(step.serve())
@@ -298,7 +298,7 @@ def test_stock_writes_the_same_rings_and_records(
 
 def test_a_step_is_one_call_and_layers_share_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(adapter, "compress_low_ratio_", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(adapter, "compress_v41_", lambda *args, **_: calls.append(args))
     config = engine_config()
     step = Served(build(monkeypatch, config), "fp8_ds_mla", "indexer_fp8", config)
     histories = [kit.make_history(step.caches.spec, 48, n) for n in range(3)]
@@ -351,7 +351,7 @@ def test_rejected_drafts_are_written_over(monkeypatch: pytest.MonkeyPatch) -> No
         drafted[n][: begin + 2] = right[n][: begin + 2]
         step.run(drafted, ((n, begin, begin + 4),))
         step.run(right, ((n, begin + 2, begin + 6),))
-    engine = kit.LowRatioEngine(spec, 3, 48, step.caches.ring_rows)
+    engine = kit.V41Engine(spec, 3, 48, step.caches.ring_rows)
     for n, length in ((0, 16), (1, 15)):
         definition(engine.call(step.weights, right[n][:length]), engine.plan([(n, 0, length)], 0))
     for got, wanted in zip(step.caches.caches, engine.caches, strict=True):
@@ -365,7 +365,7 @@ def test_the_gpu_script_sees_a_wrong_graph(monkeypatch: pytest.MonkeyPatch, rati
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(LowRatioCompressor, "forward", LowRatioCompressor.forward)
+    monkeypatch.setattr(V41Compressor, "forward", V41Compressor.forward)
     watch, config = Watch("v41"), engine_config()
     step = Served(build(monkeypatch, config, ratio), "fp8_ds_mla", "indexer_fp8", config)
     wk = step.layer.indexer.wk  # as on a GPU; vLLM's linear layers of a CPU want to be packed
@@ -485,7 +485,7 @@ def test_a_failing_step_is_logged_once_and_raised(
     def fail(*args: Any, **options: Any) -> None:
         raise ValueError("no such page")
 
-    monkeypatch.setattr(adapter, "compress_low_ratio_", fail)
+    monkeypatch.setattr(adapter, "compress_v41_", fail)
     for _ in range(2):
         with pytest.raises(ValueError, match="no such page"):
             step.run(histories, ((0, 4, 7),))

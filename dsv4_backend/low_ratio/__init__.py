@@ -1,1 +1,0 @@
-"""The paths of `compress_low_ratio_`."""

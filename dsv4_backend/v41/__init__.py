@@ -1,0 +1,1 @@
+"""The paths of `compress_v41_`."""
