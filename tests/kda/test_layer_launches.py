@@ -18,7 +18,7 @@ from kda_backend import layer, layer_stages
 from kda_backend.contract.values import StateRef
 from kda_backend.kernels import gated_norm, short_conv
 from kda_backend.layer_checkpoints import Checkpoints
-from kda_backend.prefill import conv_sm90
+from kda_backend.prefill import conv_sm90, paths
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
@@ -87,7 +87,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
         scans,  # type: ignore[arg-type]
     )
     monkeypatch.setattr(segmented.SegmentedSm90, "kernels", lambda *_: of_segments)
-    for module in (layer, layer_stages):
+    for module in (paths, layer_stages):
         torch_here = SimpleNamespace(**{**vars(torch), "empty": made.empty})
         monkeypatch.setattr(module, "torch", torch_here)
     for stage in stages:
@@ -155,6 +155,9 @@ def test_later_layers_make_the_launches_of_their_own_tensors(
     starts: bool,
     keeps: bool,
 ) -> None:
+    def views(*_: object) -> None:
+        raise AssertionError("a prepared layer was given tensors")
+
     backend = Backend("kernels", CPU)
     models = [Model(backend, seed + n, LENGTHS, dim=128, gate=gate) for n in range(3)]
     step = Step(models, row, starts=starts, keeps=keeps)
@@ -164,7 +167,7 @@ def test_later_layers_make_the_launches_of_their_own_tensors(
         step.scratch._asked = (0, 0, 0)
         step.scratch._tiles = step.scratch._tiles.new_empty(0)  # another call had it grow
         with monkeypatch.context() as patch:
-            patch.setattr(layer, "_token_inputs", None)  # no view of a tensor is made
+            patch.setattr(layer, "_typed", views)  # no view of a tensor is made
             recorded.launches.clear()
             step.run(model, out)
         again = list(recorded.launches)
