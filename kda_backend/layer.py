@@ -7,7 +7,7 @@ pools of convolution and recurrent states that are read and written in place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -126,17 +126,22 @@ def _typed(
     step_plan: StepPlan,
     scratch: Scratch,
     checkpoints: Checkpoints | None,
+    layout: Prepared | None = None,
+    convolve: Callable[..., torch.Tensor] | None = None,
 ) -> PrefillCall:
-    """One packed row of tokens ``[1, T, H, D]``, from before the convolution."""
+    """One packed row of tokens ``[1, T, H, D]``; ``convolve`` as `layer_stages.short_conv`, without
+    which they are from before the convolution."""
     (qkv, g, beta, _, out), norm = x, _norm(weights, x)
+    conv = ConvInputs(conv_pool, weights.conv)
     heads, dim = selection.shape.num_value_heads, selection.shape.value_dim
     if qkv.shape[1] != 3 * heads * dim:
         raise ValueError(f"qkv must have shape [T, {3 * heads * dim}], got {list(qkv.shape)}")
-    q, k, v = qkv.view(1, qkv.shape[0], 3, heads, dim).unbind(2)
+    mixed = qkv if convolve is None else convolve(qkv, conv, state, step_plan)
+    q, k, v = mixed.view(1, qkv.shape[0], 3, heads, dim).unbind(2)
     rows = q, k, v, g.unsqueeze(0), beta.unsqueeze(0)
     tokens = TokenInputs(*rows, Beta.SIGMOID, True, dim**-0.5)
-    stages = LayerStages(qkv, out, ConvInputs(conv_pool, weights.conv), norm, checkpoints)
-    whole, layout = out.unsqueeze(0), Prepared()
+    stages = LayerStages(qkv, out, conv, norm, checkpoints)
+    whole, layout = out.unsqueeze(0), Prepared() if layout is None else layout
     return PrefillCall(tokens, weights.gate, step_plan, state, whole, None, scratch, layout, stages)
 
 

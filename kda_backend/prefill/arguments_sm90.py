@@ -117,17 +117,17 @@ class HopperPath:
         have to be copied first."""
         raise NotImplementedError
 
-    def run_on_copies(self, call: PrefillCall) -> None:
+    def __call__(self, call: PrefillCall) -> None:
         """Run a call that is not prepared, of packed copies on 16 bytes, beta in bf16 or fp32."""
-        tokens, gate, _, state, out, chunk_states, scratch, _, stages = call
+        tokens, gate, _, state, out, chunk_states, scratch, *_ = call
         beta = tokens.beta.to(_beta_dtype(tokens))
         rows = TokenInputs._make((*map(_on_16_bytes, tokens[:4]), beta, *tokens[5:]))
         packed = _on_16_bytes(out)
-        launch = self.prepare(call._replace(tokens=rows, out=packed, layout=Prepared()))
+        copied = call._replace(tokens=rows, out=packed, layout=Prepared(), stages=None)
+        launch = self.prepare(copied)
         assert launch is not None
-        inside = () if stages is None else [x.data_ptr() for x in stages.conv[:2]]
         at = [x.data_ptr() for x in (*rows[:5], packed)]
-        launch(at, gate, state_addresses(state, chunk_states), scratch, inside)
+        launch(at, gate, state_addresses(state, chunk_states), scratch, ())
         if packed is not out:
             out.copy_(packed)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from backend_core.contracts import expect_stride
+from backend_core.ready import Prepared
 from kda_backend.contract.calls import LayerStages, PrefillAddresses, PrefillCall
 from kda_backend.contract.sequences import check_sequences, check_step_plan
 from kda_backend.contract.tensors import check_slots
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from kda_backend.selection import KdaSelection
     from kda_backend.step_plan import StepPlan
 
-Run: TypeAlias = Callable[[PrefillAddresses, GateSpec, Scratch, Callable[[], PrefillCall]], None]
+Typed: TypeAlias = Callable[..., PrefillCall]
+Run: TypeAlias = Callable[[PrefillAddresses, GateSpec, Scratch, Typed], None]
 """Runs the calls of a plan that are laid out as the one for which it was prepared."""
 
 
@@ -44,7 +45,7 @@ def run_prefill(
     at: PrefillAddresses,
     gate: GateSpec,
     scratch: Scratch,
-    typed: Callable[[], PrefillCall],
+    typed: Typed,
 ) -> None:
     """Run a prefill of whoever calls it. Of calls that are laid out alike the first is checked, its
     path chosen and its launches packed; the step plan keeps that, and each fills in its addresses.
@@ -53,7 +54,8 @@ def run_prefill(
         layout: equal for calls that agree in shapes, strides, dtypes, devices and alignment of
             their tensors, in their options and the selection.
         typed: makes the call, for the first one and where a path takes tensors. One with the
-            stages of a layer is checked here, and any other before.
+            stages of a layer is checked here, and any other before; for its path the layer takes
+            what stands for its layout, and the function that makes its convolution.
 
     Raises:
         ValueError: the call is not as the operator describes it; nothing has been written then.
@@ -78,33 +80,32 @@ def _prepare(selection: KdaSelection, call: PrefillCall, at: PrefillAddresses) -
         check_stages(stages)
         call = call._replace(layout=checked.layout)
     row, path = path_of(selection, tokens, step_plan, state)
-    fused = stages is not None and _convolves(selection, row, call, stages.conv)
+    on_tensors: Run = _on_tensors(path) if stages is None else _layer_on_tensors(path, call.layout)
     if not isinstance(path, HopperPath):
-        return functools.partial(_on_tensors, path, fused)
+        return on_tensors
     if step_plan.num_sequences == 0:
         return lambda *_: None  # no scan would be launched, and none would reset the counters
     q, k, v, g, _, o = at[0]
-    launch = None
-    if not (q | k | v | g | o) & 15:
-        launch = _alone(path, call) if stages is None else _in_layer(path, call, stages, fused)
-    return launch or functools.partial(_on_tensors, path.run_on_copies, fused)
+    if (q | k | v | g | o) & 15:
+        return on_tensors
+    if stages is None:
+        return _alone(path, call) or on_tensors
+    fused = _convolves(selection, row, call, stages.conv)
+    return _in_layer(path, call, stages, fused) or on_tensors
 
 
-def _on_tensors(
-    path: Callable[[PrefillCall], None],
-    fused: bool,
-    at: PrefillAddresses,
-    gate: GateSpec,
-    scratch: Scratch,
-    typed: Callable[[], PrefillCall],
-) -> None:
-    call = typed()
-    if call.stages is None:
+def _on_tensors(path: Callable[[PrefillCall], None]) -> Run:
+    return lambda at, gate, scratch, typed: path(typed())
+
+
+def _layer_on_tensors(path: Callable[[PrefillCall], None], layout: Prepared) -> Run:
+    def run(at: PrefillAddresses, gate: GateSpec, scratch: Scratch, typed: Typed) -> None:
+        call = typed(layout, short_conv)
         path(call)
-        return
-    mixed = short_conv(*_convolved(call.stages, fused), call.state, call.step_plan)
-    path(_after_conv(call, mixed, fused))
-    gated_norm(call.stages.out, call.stages.norm, call.step_plan)
+        assert call.stages is not None
+        gated_norm(call.stages.out, call.stages.norm, call.step_plan)
+
+    return run
 
 
 def _alone(path: HopperPath, call: PrefillCall) -> Run | None:
@@ -117,24 +118,31 @@ def _alone(path: HopperPath, call: PrefillCall) -> Run | None:
 
 def _in_layer(path: HopperPath, call: PrefillCall, stages: LayerStages, fused: bool) -> Run | None:
     """The convolution's launch, the path's and the norm's."""
-    rows, own = _convolved(stages, fused)
+    rows, own = stages.qkv, stages.conv
+    if fused:  # the path makes that of q and k
+        first = rows.shape[1] // 3 * 2
+        rows, own = rows[:, first:], ConvInputs(own.state[:, first:], own.weight[first:])
     mixed = torch.empty(*rows.shape, dtype=rows.dtype, device=rows.device)
-    chunked = path.prepare(_after_conv(call, mixed, fused))
+    tokens = call.tokens
+    if fused:
+        call = call._replace(tokens=tokens._replace(v=mixed.view(tokens.v.shape)))
+    else:
+        q, k, v = mixed.view(*tokens.v.shape[:2], 3, *tokens.v.shape[2:]).unbind(2)
+        call = call._replace(tokens=tokens._replace(q=q, k=k, v=v), stages=None)
+    chunked = path.prepare(call)
     if chunked is None:
         return None
     convolve = prepare_short_conv(rows, own, call.state, call.step_plan)
     norm = prepare_gated_norm(stages.out, stages.norm)
-    (tokens, width), dtype, device = mixed.shape, mixed.dtype, mixed.device
+    (length, width), dtype, device = mixed.shape, mixed.dtype, mixed.device
     key_bytes = width // (1 if fused else 3) * dtype.itemsize  # of a token's q, and of its k
     conv = stages.conv
     pairs = (rows, stages.qkv), (own.weight, conv.weight), (own.state, conv.state)
     row_at, tap_at, window_at = [part.data_ptr() - whole.data_ptr() for part, whole in pairs]
 
-    def launch(
-        at: PrefillAddresses, gate: GateSpec, scratch: Scratch, typed: Callable[[], PrefillCall]
-    ) -> None:
+    def launch(at: PrefillAddresses, gate: GateSpec, scratch: Scratch, typed: Typed) -> None:
         (qkv, _, _, g, beta, o), states, (windows, taps, norm_gate, weight) = at
-        memory = torch.empty(tokens, width, dtype=dtype, device=device)
+        memory = torch.empty(length, width, dtype=dtype, device=device)
         mixed = memory.data_ptr()
         slots, continued = states[2:4]
         convolve((qkv + row_at, taps + tap_at, mixed, windows + window_at, slots, continued))
@@ -144,26 +152,6 @@ def _in_layer(path: HopperPath, call: PrefillCall, stages: LayerStages, fused: b
         norm((o, o, norm_gate, weight))
 
     return launch
-
-
-def _convolved(stages: LayerStages, fused: bool) -> tuple[torch.Tensor, ConvInputs]:
-    """The rows of the convolution's own launch, and its parameters: those of v alone where the path
-    makes that of q and k."""
-    qkv, conv = stages.qkv, stages.conv
-    if not fused:
-        return qkv, conv
-    first = qkv.shape[1] // 3 * 2
-    return qkv[:, first:], ConvInputs(conv.state[:, first:], conv.weight[first:])
-
-
-def _after_conv(call: PrefillCall, mixed: torch.Tensor, fused: bool) -> PrefillCall:
-    """The path's call, with q, k and v, or v alone, from after the convolution."""
-    tokens = call.tokens
-    if fused:
-        return call._replace(tokens=tokens._replace(v=mixed.view(tokens.v.shape)))
-    _, length, heads, dim = tokens.v.shape
-    q, k, v = mixed.view(1, length, 3, heads, dim).unbind(2)
-    return call._replace(tokens=tokens._replace(q=q, k=k, v=v), stages=None)
 
 
 def path_of(

@@ -77,6 +77,7 @@ def use_conv(
 
 def model_of(seed: int, lengths: tuple[int, ...], *, fused: bool = True, heads: int = 1) -> Model:
     model = Model(CPU, seed, lengths, heads=heads, dim=128)
+    model.qkv = model.qkv.contiguous()  # rows off 16 bytes are copied behind a convolution
     model.selection = model.selection.with_path(ON if fused else ROW)
     return model
 
