@@ -123,7 +123,10 @@ def _in_layer(path: HopperPath, call: PrefillCall, stages: LayerStages, fused: b
         first = rows.shape[1] // 3 * 2
         rows, own = rows[:, first:], ConvInputs(own.state[:, first:], own.weight[first:])
     mixed = torch.empty(*rows.shape, dtype=rows.dtype, device=rows.device)
-    tokens = call.tokens
+    tokens, kept = call.tokens, ("in a layer", fused)  # whose strides are not the call's
+    if (layout := call.layout.get(kept)) is None:
+        layout = call.layout.keep(kept, Prepared())
+    call = call._replace(layout=layout)
     if fused:
         call = call._replace(tokens=tokens._replace(v=mixed.view(tokens.v.shape)))
     else:

@@ -206,3 +206,26 @@ def test_another_layout_is_not_launched_as_the_known_one(
     recorded.launches.clear()
     step.run(other, out, fresh=True)
     assert known == recorded.launches
+
+
+def test_steps_that_convolve_in_the_kernel_and_others_keep_strides_of_their_own(
+    recorded: Recorded, seed: int
+) -> None:
+    """Both may have as many tokens and sequences, and pass one check."""
+    row = dataclasses.replace(ROW, params=dataclasses.replace(ROW.params, fused_conv_tiles=6))
+    backend, launches = Backend("kernels", CPU), []
+    models = [Model(backend, seed, lengths, dim=128) for lengths in ((64, 64), (63, 65))]
+    out = torch.empty(models[0].g.shape, dtype=torch.bfloat16)
+    slots, scratch = torch.tensor(INDICES[:2], dtype=torch.int32), Scratch(CPU)
+    for model in models:
+        model.qkv = model.qkv.contiguous()
+    for before in ([models[0]], []):
+        steps = [Step([model], row, starts=False) for model in [*before, models[1]]]
+        for step, model in zip(steps, [*before, models[1]], strict=True):
+            step.slots, step.selection, step.scratch = slots, steps[0].selection, scratch
+            step.plan.prepared.clear()
+            recorded.launches.clear()
+            step.run(model, out)
+        launches.append(list(recorded.launches))
+    assert [name for name, *_ in launches[0]][1] == "intra, conv"
+    assert launches[0] == launches[1]
