@@ -54,8 +54,8 @@ def run_prefill(
         layout: equal for calls that agree in shapes, strides, dtypes, devices and alignment of
             their tensors, in their options and the selection.
         typed: makes the call, for the first one and where a path takes tensors. One with the
-            stages of a layer is checked here, and any other before; for its path the layer takes
-            what stands for its layout, and the function that makes its convolution.
+            stages of a layer is checked here, and any other before. Where a path takes tensors, a
+            layer's is given `PrefillCall.layout` and `short_conv`, behind which its tokens are.
 
     Raises:
         ValueError: the call is not as the operator describes it; nothing has been written then.
@@ -80,6 +80,7 @@ def _prepare(selection: KdaSelection, call: PrefillCall, at: PrefillAddresses) -
         check_stages(stages)
         call = call._replace(layout=checked.layout)
     row, path = path_of(selection, tokens, step_plan, state)
+    fused = stages is not None and _convolves(selection, row, call, stages.conv)
     on_tensors: Run = _on_tensors(path) if stages is None else _layer_on_tensors(path, call.layout)
     if not isinstance(path, HopperPath):
         return on_tensors
@@ -88,10 +89,8 @@ def _prepare(selection: KdaSelection, call: PrefillCall, at: PrefillAddresses) -
     q, k, v, g, _, o = at[0]
     if (q | k | v | g | o) & 15:
         return on_tensors
-    if stages is None:
-        return _alone(path, call) or on_tensors
-    fused = _convolves(selection, row, call, stages.conv)
-    return _in_layer(path, call, stages, fused) or on_tensors
+    launch = _alone(path, call) if stages is None else _in_layer(path, call, stages, fused)
+    return launch or on_tensors
 
 
 def _on_tensors(path: Callable[[PrefillCall], None]) -> Run:
