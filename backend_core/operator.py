@@ -82,6 +82,11 @@ class Selection(Generic[Spec, Run]):
         """
         return self.rows[self._index(grid, longest)]
 
+    def choose(self, grid: int, longest: int | None = None) -> tuple[Row, Run]:
+        """Find `row` and `run` of a call."""
+        index = self._index(grid, longest)
+        return self.rows[index], self._runs[index] or self._bind(index)
+
     def run(self, grid: int, longest: int | None = None) -> Run:
         """The bound function of the row for a call.
 

@@ -27,17 +27,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from backend_core.ready import Prepared
 from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.records import write_record
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
 from benchmarks.kda_paths import only
 from kda_backend import layer, reference
-from kda_backend.contract.calls import PrefillCall
-from kda_backend.contract.values import ConvInputs, GateSpec, NormInputs, StateRef
+from kda_backend.contract.values import ConvInputs, GateSpec, NormInputs, StateRef, TokenInputs
 from kda_backend.layer_stages import gated_norm, short_conv
-from kda_backend.prefill.paths import path_of
+from kda_backend.operators import kda_prefill
 from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.step_plan import build_step_plan
@@ -176,17 +174,20 @@ class Layer:
         first, window = self.channels // 3 * 2, self.pools[0]
         conv = ConvInputs(window, weights.conv)
         mixed = short_conv(tokens.qkv, conv, state, plan)
-        rows = layer._token_inputs(tokens, mixed, selection)
+        q, k, v = mixed.view(1, -1, 3, self.heads, DIM).unbind(2)
+        rows = TokenInputs.of(q, k, v, tokens.g[None], tokens.beta[None])
         out = torch.empty_like(tokens.out)
         of_values = ConvInputs(window[:, first:], weights.conv[first:])
-        one = out.unsqueeze(0)
-        call = PrefillCall(rows, weights.gate, plan, state, one, None, self.scratch, Prepared())
-        _, prefill = path_of(selection, rows, plan, state)
+        args: dict[str, Any] = {
+            "out": out.unsqueeze(0),
+            "scratch": self.scratch,
+            "selection": selection,
+        }
         norm = NormInputs(weights.norm, tokens.gate, weights.norm_eps)
         return {
             "conv": lambda: short_conv(tokens.qkv, conv, state, plan),
             "conv_of_v": lambda: short_conv(tokens.qkv[:, first:], of_values, state, plan),
-            "prefill": lambda: prefill(call),
+            "prefill": lambda: kda_prefill(rows, weights.gate, state, plan, **args),
             "norm": lambda: gated_norm(out, norm, plan),
         }
 

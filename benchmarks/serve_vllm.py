@@ -351,11 +351,10 @@ def draw_at_load() -> None:
 
 
 def say_paths_of_layers() -> None:
-    """Have both callers of this package's prefills say which paths they take."""
+    """Have this package's prefills say which paths they take."""
     from backend_core.engines.after_import import after_import
 
-    for module in ("kda_backend.operators", "kda_backend.layer"):
-        after_import(module, serve_work.say_paths)
+    after_import("kda_backend.prefill.paths", serve_work.say_paths)
 
 
 def head_of(llm: Any) -> dict[str, Any]:

@@ -207,10 +207,9 @@ def fused_recurrent_kda(
 
 def _expect_tensors(call: Mapping[str, Any]) -> None:
     """Refuse lists and arrays in place of tensors, which other checks would call shapeless."""
-    expect_tensors(**{name: call[name] for name in ("q", "k", "v", "g", "beta")})
-    for name in ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"):
-        if (given := call.get(name)) is not None:
-            expect_tensors(**{name: given})
+    optional = ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
+    given = [name for name in optional if call.get(name) is not None]
+    expect_tensors(**{name: call[name] for name in ("q", "k", "v", "g", "beta", *given)})
 
 
 def _beta_kind(use_beta_sigmoid: bool, allow_neg_eigval: bool) -> Beta:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from backend_core.autocast import without_autocast
 from backend_core.contracts import expect_device, expect_shape, expect_stride
-from kda_backend.contract.tensors import expect_vector
+from kda_backend.contract.calls import LayerStages
 from kda_backend.contract.values import ConvInputs, NormInputs, StateRef
 from kda_backend.spec import CHUNK, CONV_TAPS
 from kda_backend.step_plan import StepPlan
@@ -27,6 +27,26 @@ NORM_TAKES = ("x_ptr", "o_ptr", "gate_ptr", "weight_ptr")
 """The arguments whose addresses the prepared launches of these stages take."""
 
 
+def check_stages(stages: LayerStages) -> None:
+    """Raise ``ValueError`` where an argument of :func:`short_conv` or :func:`gated_norm` is not as
+    described there; those of the delta rule have been checked."""
+    qkv, out, conv, norm, _ = stages
+    channels, taps = qkv.shape[1], conv.weight.shape[1]
+    expect_stride("qkv", qkv, 1, 1)
+    if taps != CONV_TAPS:
+        raise ValueError(f"conv weight must have 4 taps, got {taps}")
+    expect_shape("conv weight", conv.weight, (channels, taps))
+    expect_stride("conv weight", conv.weight, 0, taps)
+    expect_shape("conv_pool", conv.state, ("slots", channels, taps - 1))
+    for name, tensor in (("conv weight", conv.weight), ("conv_pool", conv.state)):
+        expect_device(name, tensor, qkv.device)
+    for name, tensor in (("gate", norm.gate), ("out", out)):
+        expect_shape(name, tensor, tuple(out.shape))
+        expect_stride(name, tensor, 2, 1)
+        expect_device(name, tensor, qkv.device)
+    expect_shape("norm weight", norm.weight, (out.shape[2],))
+
+
 def short_conv(
     x: torch.Tensor, conv: ConvInputs, state: StateRef, step_plan: StepPlan
 ) -> torch.Tensor:
@@ -38,7 +58,7 @@ def short_conv(
             written at its slots.
         step_plan: of these tokens; with a chunk table the kernel runs, else torch.
 
-    The arguments are not checked here: :func:`check_short_conv` does that.
+    The arguments are not checked here: :func:`check_stages` does that.
 
     Returns:
         ``[T, C]`` contiguous, x's dtype.
@@ -88,25 +108,6 @@ def _conv_launch(
     )
 
 
-def check_short_conv(
-    x: torch.Tensor, conv: ConvInputs, state: StateRef, step_plan: StepPlan
-) -> None:
-    """Raise ``ValueError`` where an argument of :func:`short_conv` is not as described there."""
-    (tokens, channels), taps = x.shape, conv.weight.shape[1]
-    expect_stride("qkv", x, 1, 1)
-    if taps != CONV_TAPS:
-        raise ValueError(f"conv weight must have 4 taps, got {taps}")
-    expect_shape("conv weight", conv.weight, (channels, taps))
-    expect_stride("conv weight", conv.weight, 0, taps)
-    expect_shape("conv_pool", conv.state, ("slots", channels, taps - 1))
-    for name, tensor in (("conv weight", conv.weight), ("conv_pool", conv.state)):
-        expect_device(name, tensor, x.device)
-    assert state.indices is not None
-    expect_vector("state_indices", state.indices, step_plan.num_sequences, x.device, torch.int32)
-    if step_plan.num_tokens != tokens:
-        raise ValueError(f"step_plan is of {step_plan.num_tokens} tokens, qkv has {tokens}")
-
-
 def gated_norm(x: torch.Tensor, norm: NormInputs, step_plan: StepPlan) -> None:
     """``x = x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate)`` over the last dimension.
 
@@ -114,7 +115,7 @@ def gated_norm(x: torch.Tensor, norm: NormInputs, step_plan: StepPlan) -> None:
         x: ``[T, H, D]``, channels adjacent, as those of the norm's gate are.
         step_plan: with a chunk table the kernel runs, else torch.
 
-    The arguments are not checked here: :func:`check_gated_norm` does that.
+    The arguments are not checked here: :func:`check_stages` does that.
     """
     if step_plan.chunk_table is None:
         # in float64: torch's last bits of an element depend on its place in a tensor
@@ -139,15 +140,6 @@ def _norm_launch(
     given = {"x_ptr": x, "gate_ptr": norm.gate, "weight_ptr": norm.weight, "o_ptr": x}
     numbers = {"eps": float(norm.eps), "num_rows": tokens * heads, "HV": heads}
     return kernel, (-(-tokens * heads // block), 1, 1), given | numbers
-
-
-def check_gated_norm(x: torch.Tensor, norm: NormInputs) -> None:
-    """Raise ``ValueError`` where an argument of :func:`gated_norm` is not as described there."""
-    for name, tensor in (("gate", norm.gate), ("out", x)):
-        expect_shape(name, tensor, tuple(x.shape))
-        expect_stride(name, tensor, 2, 1)
-        expect_device(name, tensor, x.device)
-    expect_shape("norm weight", norm.weight, (x.shape[2],))
 
 
 @without_autocast

@@ -6,6 +6,7 @@ nothing on a GPU back to the host, so calls can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +24,6 @@ from kda_backend.contract.records import check_commit
 from kda_backend.contract.sequences import (
     check_packed_row,
     check_sequences,
-    check_step_plan,
     packed,
     packed_rows,
 )
@@ -43,8 +43,9 @@ from kda_backend.contract.values import (
     StateRef,
     TokenInputs,
 )
-from kda_backend.prefill.paths import path_of
-from kda_backend.scratch import Scratch, scratch_of_call
+from kda_backend.prefill.arguments_sm90 import state_addresses
+from kda_backend.prefill.paths import run_prefill
+from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection, selection_for
 from kda_backend.step_plan import StepPlan, build_step_plan, check_cu_seqlens, plan_of_rows
 
@@ -103,7 +104,10 @@ def kda_prefill(
         return run_there(tokens.q, kda_prefill, locals())
     q, v = tokens.q, tokens.v
     sequences = _num_sequences(q, plan)
-    scratch = scratch_of_call(scratch, q.device)
+    if scratch is None:
+        scratch = Scratch(q.device)
+    else:
+        scratch.expect_device(q.device)
     selection, is_packed, out_packed, layout = check_sequences(
         tokens, gate, state, sequences, out, selection
     )
@@ -114,8 +118,13 @@ def kda_prefill(
     if keeps_chunk_states:
         chunk_states = tokens.k.new_empty(state.shape(tokens, step_plan.num_chunks))
     written = out if out_packed else packed_rows(out)
-    _, run = path_of(selection, tokens, step_plan, state)
-    run(PrefillCall(tokens, gate, step_plan, state, written, chunk_states, scratch, layout))
+    call = tokens, gate, step_plan, state, written, chunk_states, scratch, layout
+    rows = a, b, c, d, _, e = [x.data_ptr() for x in (*tokens[:5], written)]
+    states = state_addresses(state, chunk_states)
+    off = (a | b | c | d | e | states[0] | states[1]) & 15
+    seen = layout, keeps_chunk_states, off and tuple([address & 15 for address in (*rows, *states)])
+    typed = functools.partial(PrefillCall, *call)
+    run_prefill(selection, step_plan, seen, (rows, states, ()), gate, scratch, typed)
     return SequencesResult(out, state.write if state.final else None, chunk_states)
 
 
@@ -365,7 +374,6 @@ def _step_plan(
 ) -> StepPlan:
     """The plan that a call brings, or a new one."""
     if isinstance(given, StepPlan):
-        check_step_plan(given, q, selection)
         return given
     tables = selection.target.vendor != "cpu"
     if given is None:

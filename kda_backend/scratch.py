@@ -11,18 +11,6 @@ from backend_core.launch.streams import StreamOrder, is_capturing
 _COUNTERS = 5
 
 
-def scratch_of_call(given: Scratch | None, device: torch.device) -> Scratch:
-    """The scratch that a call brings, which must be on the device of its tensors, or a new one.
-
-    Raises:
-        ValueError: the scratch is on another device.
-    """
-    if given is None:
-        return Scratch(device)
-    given.expect_device(device)
-    return given
-
-
 class Scratch:
     """The memory through which the intra-chunk stage passes its results to the scan.
 

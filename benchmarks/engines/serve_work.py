@@ -330,15 +330,15 @@ class Turn:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
 
-def say_paths(operators: Any) -> None:
+def say_paths(paths: Any) -> None:
     """Print, for the log, which path each size of prefill takes, and whether a graph captures it.
 
     Args:
-        operators: the module `kda_backend.operators`.
+        paths: the module `kda_backend.prefill.paths`.
     """
     from backend_core.launch.streams import is_capturing
 
-    choose = operators.path_of
+    choose = paths.path_of
     seen: set[tuple[Any, ...]] = set()
 
     def path_of(selection: Any, tokens: Any, step_plan: Any, state: Any) -> Any:
@@ -352,7 +352,7 @@ def say_paths(operators: Any) -> None:
             print(f"{PATH} {name}: {size} tokens, {how}", flush=True)
         return choose(selection, tokens, step_plan, state)
 
-    operators.path_of = path_of
+    paths.path_of = path_of
 
 
 def say(text: str) -> None:

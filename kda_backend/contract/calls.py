@@ -19,6 +19,7 @@ from kda_backend.contract.values import (
 )
 
 if TYPE_CHECKING:
+    from kda_backend.layer_checkpoints import Checkpoints
     from kda_backend.scratch import Scratch
     from kda_backend.step_plan import StepPlan
 
@@ -30,6 +31,23 @@ class DraftShape(NamedTuple):
     max_tokens: int
 
 
+class LayerStages(NamedTuple):
+    """The stages of a layer around its delta rule, and their tensors.
+
+    Attributes:
+        qkv: ``[T, 3 H D]`` from before the convolution, of which the call's q, k and v are views.
+        out: ``[T, H, D]``, the call's output.
+        conv: of all channels; norm: of the output.
+        checkpoints: states inside of the sequences, or ``None``.
+    """
+
+    qkv: torch.Tensor
+    out: torch.Tensor
+    conv: ConvInputs
+    norm: NormInputs
+    checkpoints: Checkpoints | None
+
+
 class PrefillCall(NamedTuple):
     """A checked call of a prefill's path.
 
@@ -39,8 +57,9 @@ class PrefillCall(NamedTuple):
         chunk_states: ``[chunks, HV, V, K]``, laid out like ``state``: receives the state before
             each chunk; or ``None``.
         scratch: memory for the path.
-        layout: stands for calls that are laid out alike.
-        conv: of q and k, which are from before it, for a path that makes it; else ``None``.
+        layout: stands for calls that are laid out alike, of any plan.
+        stages: of a layer. A path that is given them makes the convolution of q and k, which are
+            from before it; others get ``None``.
     """
 
     tokens: TokenInputs
@@ -51,14 +70,18 @@ class PrefillCall(NamedTuple):
     chunk_states: torch.Tensor | None
     scratch: Scratch
     layout: Prepared
-    conv: ConvInputs | None = None
+    stages: LayerStages | None = None
 
 
 Addresses = Sequence[int]
+PrefillAddresses = tuple[Addresses, Addresses, Addresses]
+"""Where the tensors of a prefill lie, 0 for one that is not there: q, k and v, which in a layer are
+one, g, beta, output; `arguments_sm90.state_addresses`; of a layer windows, taps, and the norm's
+gate and weight."""
 PreparedPrefill = Callable[[Addresses, GateSpec, Addresses, "Scratch", Addresses], None]
 """The launches of a prefill's path for calls of one step plan that are laid out alike. It takes the
-addresses of q, k, v, g, beta and the output; the gate; `arguments_sm90.state_addresses`; scratch
-memory; and the addresses of windows and taps where the path makes the convolution, else none."""
+first two of `PrefillAddresses`, with q, k and v apart; the gate; scratch memory; and the addresses
+of windows and taps where the path makes the convolution, else none."""
 
 
 class RecurrentCall(NamedTuple):

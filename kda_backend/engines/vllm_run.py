@@ -18,7 +18,7 @@ from kda_backend import layer
 from kda_backend.contract.values import DraftInputs, Records, StateRef
 from kda_backend.engines.vllm_step import Draft, StepPart, build_step
 from kda_backend.layer import LayerWeights, Projections
-from kda_backend.scratch import Scratch, scratch_of_call
+from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaSelection
 from kda_backend.step_plan import StepPlan
 
@@ -113,7 +113,7 @@ def run_part(
         layer.prefill(
             *args,
             part.step_plan,
-            scratch_of_call(runtime.scratch, x.out.device),
+            runtime.scratch or Scratch(x.out.device),
             checkpoints=part.checkpoints,
         )
 
@@ -138,7 +138,7 @@ def run_any_batch(
         is_decode,
         _state_of(pools, prefills),
         prefills.step_plan,
-        scratch_of_call(runtime.scratch, x.out.device),
+        runtime.scratch or Scratch(x.out.device),
         checkpoints=prefills.checkpoints,
     )
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import itertools
 import operator
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -76,8 +75,7 @@ SNAPSHOT_POOL_FIELDS = (
 """After all others of these kernels, in the variants that write snapshots to a pool."""
 _SNAPSHOT_POOL_PARAMS = CudaParams(SNAPSHOT_POOL_FIELDS, addresses=["snapshot_indices"])
 
-
-_NOT_SEEN: Any = object()
+Strides: TypeAlias = "dict[str, tuple[int, ...]]"
 
 
 class HopperPath:
@@ -88,39 +86,56 @@ class HopperPath:
         """Every kernel that a call may choose, compiled in threads."""
         raise NotImplementedError
 
+    def kernels(self, variant: PrefillVariant) -> Any:
+        """All of a variant, loaded: a later batch may be the first to choose one."""
+        raise NotImplementedError
+
+    def layout_of(self, call: PrefillCall) -> tuple[Strides | None, PrefillVariant, Any]:
+        """Strides (token, head) of rows and (row, head, V, K) of states, by the names of the
+        kernels' parameters, zeros where there is none; or ``None`` where q, k, v, g or the output
+        have rows off multiples of 16 bytes, or beta is in fp16. And the variant with its kernels.
+        Calls alike keep them."""
+        (q, k, v, g, beta, *_), gate, step_plan, state, out, chunk_states, _, kept, _ = call
+        what = self, step_plan.cu_seqlens.dtype, chunk_states is None
+        if what not in kept:
+            strides = None
+            rows = [x.stride()[1:3] for x in (q, k, v, g, out)]
+            on_16_bytes = functools.reduce(operator.or_, itertools.chain(*rows)) % 8 == 0
+            if on_16_bytes and beta.dtype != torch.float16:
+                strides = dict(zip("qkvgo", rows, strict=True))
+                strides["beta"] = beta.stride()[1:]
+                states = (("in", state.read), ("out", state.write))
+                strides |= {f"state_{name}": state.strides(x) for name, x in states}
+                strides["chunk_states"] = state.strides(chunk_states)
+            variant = variant_of(call.tokens, gate, step_plan, state, chunk_states)
+            kept[what] = strides, variant, self.kernels(variant)
+        found: tuple[Strides | None, PrefillVariant, Any] = kept[what]
+        return found
+
     def prepare(self, call: PrefillCall) -> PreparedPrefill | None:
-        """The launches of a plan's calls that are laid out as this one; ``None`` where tensors have
-        to be copied first."""
+        """Pack the launches of a plan's calls that are laid out as this one; ``None`` where tensors
+        have to be copied first."""
         raise NotImplementedError
 
     def __call__(self, call: PrefillCall) -> None:
-        tokens, gate, step_plan, state, out, chunk_states, scratch, layout, conv = call
-        if step_plan.num_sequences == 0:
-            return  # no scan would be launched, and none would reset the counters
-        key = layout, self, chunk_states is None
-        launch: PreparedPrefill | None = step_plan.prepared.get(key, _NOT_SEEN)
-        if launch is _NOT_SEEN:
-            launch = step_plan.prepared.keep(key, self.prepare(call))
-        rows = [x.data_ptr() for x in (*tokens[:5], out)]
-        if launch is None or (rows[0] | rows[1] | rows[2] | rows[3] | rows[5]) & 15:
-            self._run_on_copies(call)
-            return
-        qk_conv = () if conv is None else (conv.state.data_ptr(), conv.weight.data_ptr())
-        launch(rows, gate, state_addresses(state, chunk_states), scratch, qk_conv)
-
-    def _run_on_copies(self, call: PrefillCall) -> None:
-        """A call of packed copies on 16 bytes, beta in bf16 or fp32, whose launches are its own."""
-        tokens, plan = call.tokens, dataclasses.replace(call.step_plan)
+        """Run a call that is not prepared, of packed copies on 16 bytes, beta in bf16 or fp32."""
+        tokens, gate, _, state, out, chunk_states, scratch, *_ = call
         beta = tokens.beta.to(_beta_dtype(tokens))
         rows = TokenInputs._make((*map(_on_16_bytes, tokens[:4]), beta, *tokens[5:]))
-        out = _on_16_bytes(call.out)
-        self(call._replace(tokens=rows, out=out, step_plan=plan, layout=Prepared()))
-        if out is not call.out:
-            call.out.copy_(out)
+        packed = _on_16_bytes(out)
+        copied = call._replace(tokens=rows, out=packed, layout=Prepared(), stages=None)
+        launch = self.prepare(copied)
+        assert launch is not None
+        at = [x.data_ptr() for x in (*rows[:5], packed)]
+        launch(at, gate, state_addresses(state, chunk_states), scratch, ())
+        if packed is not out:
+            out.copy_(packed)
 
 
 class Track(enum.IntEnum):
     """The states inside of the sequences that a variant writes: the definition TRACK of kernels."""
+
+    __hash__ = int.__hash__  # as `Gate`'s
 
     NONE = 0
     IN_ORDER = 1  # those of chunks, and snapshots one after another
@@ -218,27 +233,6 @@ def snapshot_pool(state: StateRef) -> Callable[..., bytes]:
     if state.snapshot_stride is None:
         return lambda _: b""
     return _SNAPSHOT_POOL_PARAMS.at({}, snapshot_stride=state.snapshot_stride)
-
-
-def layout_of(call: PrefillCall) -> tuple[dict[str, tuple[int, ...]] | None, PrefillVariant]:
-    """Strides (token, head) of rows and (row, head, V, K) of states, by the names of the kernels'
-    parameters, zeros where there is none; or ``None`` where q, k, v, g or the output have rows off
-    multiples of 16 bytes, or beta is in fp16. And the variant. Calls alike keep both."""
-    (q, k, v, g, beta, *_), gate, step_plan, state, out, chunk_states, _, kept, _ = call
-    what = step_plan.cu_seqlens.dtype, chunk_states is None
-    if what not in kept:
-        strides = None
-        rows = [x.stride()[1:3] for x in (q, k, v, g, out)]
-        on_16_bytes = functools.reduce(operator.or_, itertools.chain(*rows)) % 8 == 0
-        if on_16_bytes and beta.dtype != torch.float16:
-            strides = dict(zip("qkvgo", rows, strict=True))
-            strides["beta"] = beta.stride()[1:]
-            states = (("in", state.read), ("out", state.write))
-            strides |= {f"state_{name}": state.strides(x) for name, x in states}
-            strides["chunk_states"] = state.strides(chunk_states)
-        kept[what] = strides, variant_of(call.tokens, gate, step_plan, state, chunk_states)
-    found: tuple[dict[str, tuple[int, ...]] | None, PrefillVariant] = kept[what]
-    return found
 
 
 def _on_16_bytes(x: torch.Tensor) -> torch.Tensor:

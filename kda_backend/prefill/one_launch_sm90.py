@@ -25,7 +25,6 @@ from kda_backend.prefill.arguments_sm90 import (
     PrefillVariant,
     Track,
     gate_parameter,
-    layout_of,
     snapshot_pool,
     tile_defines,
 )
@@ -112,16 +111,13 @@ class OneLaunchSm90(HopperPath):
         return list(self._made[variant].values())
 
     def kernels(self, variant: PrefillVariant) -> Kernels:
-        """All of a variant, loaded."""
         for kernel in self.begin_to_compile(variant):
             kernel.load()
         return self._made[variant]
 
     def prepare(self, call: PrefillCall) -> PreparedPrefill | None:
-        strides, variant = layout_of(call)
-        if strides is None:
-            return None
-        return _launch_of(self.kernels(variant), self._sms, strides, call)
+        strides, _, kernels = self.layout_of(call)
+        return None if strides is None else _launch_of(kernels, self._sms, strides, call)
 
 
 def _launch_of(

@@ -99,7 +99,6 @@ class SegmentedSm90(HopperPath):
         return [ends, merge, *scan]
 
     def kernels(self, variant: PrefillVariant) -> SegmentKernels:
-        """All of a variant, loaded: a later batch may be the first long one."""
         for kernel in self._begin(variant):
             kernel.load()
         return self._made[variant.int64_offsets, variant.state_dtype, variant.track]

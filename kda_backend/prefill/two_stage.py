@@ -48,20 +48,18 @@ def two_stage(row: Row, batch_invariant: bool, call: PrefillCall) -> None:
         batch_invariant: the split is that of a single sequence. The compiler makes the products of
             each split of other instructions, which may add in another order.
     """
-    tokens, gate, step_plan, state, out, chunk_states, scratch, *_ = call
+    tokens, gate, step_plan, state, out, chunk_states, scratch, layout, _ = call
     if batch_invariant:
         tokens = in_one_layout(tokens)
     q, k, v, g, beta = tokens[:5]
     value_heads, value_dim = v.shape[2:]
     key_dim = q.shape[3]
     dtype = operand_dtype(q.dtype)
-    kernels = _two_stage_kernels(
-        row,
-        TokenSpec.of(tokens, gate),
-        dtype,
-        state.num_snapshots,
-        state.v_first,
-    )
+    kernels: _TwoStageKernels | None = layout.get(row)
+    if kernels is None:
+        spec = TokenSpec.of(tokens, gate)
+        made = _two_stage_kernels(row, spec, dtype, state.num_snapshots, state.v_first)
+        kernels = layout.keep(row, made)
     table = step_plan.chunk_table
     assert table is not None
     num_tiles = step_plan.num_chunks * value_heads

@@ -27,7 +27,6 @@ from kda_backend.prefill.arguments_sm90 import (
     Track,
     gate_parameter,
     intra_defines,
-    layout_of,
     snapshot_pool,
 )
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, Schedule, choose_schedule
@@ -104,7 +103,6 @@ class TwoStageSm90(HopperPath):
         return [*kernels.intra.values(), *kernels.scan]
 
     def kernels(self, variant: PrefillVariant) -> StageKernels:
-        """All of a variant, loaded: a later batch may be the first to choose one."""
         for kernel in self.begin_to_compile(variant):
             kernel.load()
         return self._made[variant]
@@ -116,10 +114,8 @@ class TwoStageSm90(HopperPath):
         self, call: PrefillCall, segments: Callable[[PrefillCall], Scan] | None
     ) -> PreparedPrefill | None:
         """`prepare`; ``segments`` takes the place of a scan of whole sequences."""
-        strides, variant = layout_of(call)
-        if strides is None:
-            return None
-        return _launch_of(self.kernels(variant), strides, variant, segments, call)
+        strides, variant, kernels = self.layout_of(call)
+        return None if strides is None else _launch_of(kernels, strides, variant, segments, call)
 
 
 def _launch_of(
@@ -129,11 +125,11 @@ def _launch_of(
     segments: Callable[[PrefillCall], Scan] | None,
     call: PrefillCall,
 ) -> PreparedPrefill:
-    tokens, gate, step_plan, state, *_, conv = call
+    tokens, gate, step_plan, state, *_, stages = call
     device, value_heads = tokens.q.device, tokens.v.shape[2]
     num_tiles = step_plan.num_chunks * value_heads
-    of_call = segments or functools.partial(_whole, kernels, num_tiles, value_heads)
-    schedule, num_tasks, launch_scan = of_call(call)
+    scan = _whole(kernels, num_tiles, value_heads, call) if segments is None else segments(call)
+    schedule, num_tasks, launch_scan = scan
     table, fault = step_plan.chunk_table, fault_record().address
     assert table is not None
     order = table.sequence_major if schedule.sequence_major else table.chunk_major
@@ -162,7 +158,8 @@ def _launch_of(
         fault=fault,
     )
     intra = kernels.intra[schedule.intra_ctas_per_sm]
-    if conv is not None:
+    if stages is not None:
+        conv = stages.conv
         intra = conv_sm90.load_kernels(device, variant, conv.weight.dtype)[
             schedule.intra_ctas_per_sm
         ]

@@ -25,8 +25,8 @@ from benchmarks.engines import (
     serve_sides,
     serve_work,
 )
-from kda_backend import operators
 from kda_backend.fla import chunk_kda
+from kda_backend.prefill import paths
 
 BUDGET = 512
 CONFIGS = Path(serve_work.__file__).parent / "configs"
@@ -276,8 +276,8 @@ def test_sides_that_are_spread_have_gpus_of_their_own(
 def test_a_prefill_says_its_path_once_for_each_size(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(operators, "path_of", operators.path_of)  # put back afterwards
-    serve_work.say_paths(operators)
+    monkeypatch.setattr(paths, "path_of", paths.path_of)  # put back afterwards
+    serve_work.say_paths(paths)
     for length in (70, 70, 5):
         q, k, v, gate = (torch.randn(1, length, 2, 16) for _ in range(4))
         chunk_kda(q, k, v, -gate.exp(), torch.rand(1, length, 2))

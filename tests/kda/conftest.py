@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kda_backend import layer
+from kda_backend.prefill import paths
 from kda_backend.step_plan import StepPlan
 from tests.kda.cases import ON_GPU, Backend, Run
 
@@ -43,13 +43,13 @@ def run(request: pytest.FixtureRequest, backend: Backend) -> Run:
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """The plan of each layer that is checked whole."""
+    """The plan of each call that is checked whole."""
     plans: list[StepPlan] = []
-    check = layer.check_short_conv
+    check = paths.check_step_plan
 
-    def counted(x: Any, conv: Any, state: Any, step_plan: StepPlan) -> None:
+    def counted(step_plan: StepPlan, *call: Any) -> None:
         plans.append(step_plan)
-        check(x, conv, state, step_plan)
+        check(step_plan, *call)
 
-    monkeypatch.setattr(layer, "check_short_conv", counted)
+    monkeypatch.setattr(paths, "check_step_plan", counted)
     return plans

@@ -190,7 +190,7 @@ def test_bounded_gate(backend: Backend, seed: int) -> None:
 def test_a_step_plan_of_other_tokens_is_refused(backend: Backend, seed: int) -> None:
     model = Model(backend, seed, (66, 5))
     model.qkv = model.qkv[:-1]
-    with pytest.raises(ValueError, match="step_plan is of 71 tokens, qkv has 70"):
+    with pytest.raises(ValueError, match="step_plan is of 71 tokens, q has 70"):
         model.run(layer.prefill, (4, 1), None)
 
 

@@ -18,7 +18,7 @@ from kda_backend import layer, layer_stages
 from kda_backend.contract.values import StateRef
 from kda_backend.kernels import gated_norm, short_conv
 from kda_backend.layer_checkpoints import Checkpoints
-from kda_backend.prefill import conv_sm90
+from kda_backend.prefill import conv_sm90, paths
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import segmented_sm90 as segmented
 from kda_backend.prefill import two_stage_sm90 as pipeline
@@ -87,7 +87,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
         scans,  # type: ignore[arg-type]
     )
     monkeypatch.setattr(segmented.SegmentedSm90, "kernels", lambda *_: of_segments)
-    for module in (layer, layer_stages):
+    for module in (paths, layer_stages):
         torch_here = SimpleNamespace(**{**vars(torch), "empty": made.empty})
         monkeypatch.setattr(module, "torch", torch_here)
     for stage in stages:
@@ -156,6 +156,9 @@ def test_later_layers_make_the_launches_of_their_own_tensors(
     starts: bool,
     keeps: bool,
 ) -> None:
+    def views(*_: object) -> None:
+        raise AssertionError("a prepared layer was given tensors")
+
     backend = Backend("kernels", CPU)
     lengths = [min(length, row.max_longest or length) for length in LENGTHS]
     models = [Model(backend, seed + n, lengths, dim=128, gate=gate) for n in range(3)]
@@ -166,7 +169,7 @@ def test_later_layers_make_the_launches_of_their_own_tensors(
         step.scratch._asked = (0, 0, 0)
         step.scratch._tiles = step.scratch._tiles.new_empty(0)  # another call had it grow
         with monkeypatch.context() as patch:
-            patch.setattr(layer, "_token_inputs", None)  # no view of a tensor is made
+            patch.setattr(layer, "_typed", views)  # no view of a tensor is made
             recorded.launches.clear()
             step.run(model, out)
         again = list(recorded.launches)
@@ -205,3 +208,26 @@ def test_another_layout_is_not_launched_as_the_known_one(
     recorded.launches.clear()
     step.run(other, out, fresh=True)
     assert known == recorded.launches
+
+
+def test_steps_that_convolve_in_the_kernel_and_others_keep_strides_of_their_own(
+    recorded: Recorded, seed: int
+) -> None:
+    """Both may have as many tokens and sequences, and pass one check."""
+    row = dataclasses.replace(ROW, params=dataclasses.replace(ROW.params, fused_conv_tiles=6))
+    backend, launches = Backend("kernels", CPU), []
+    models = [Model(backend, seed, lengths, dim=128) for lengths in ((64, 64), (63, 65))]
+    out = torch.empty(models[0].g.shape, dtype=torch.bfloat16)
+    slots, scratch = torch.tensor(INDICES[:2], dtype=torch.int32), Scratch(CPU)
+    for model in models:
+        model.qkv = model.qkv.contiguous()
+    for before in ([models[0]], []):
+        steps = [Step([model], row, starts=False) for model in [*before, models[1]]]
+        for step, model in zip(steps, [*before, models[1]], strict=True):
+            step.slots, step.selection, step.scratch = slots, steps[0].selection, scratch
+            step.plan.prepared.clear()
+            recorded.launches.clear()
+            step.run(model, out)
+        launches.append(list(recorded.launches))
+    assert [name for name, *_ in launches[0]][1] == "intra, conv"
+    assert launches[0] == launches[1]

@@ -125,13 +125,10 @@ def test_the_grid_counts_each_sequences_chunks_times_value_heads(
     seen: list[int] = []
 
     class Spy:
-        def row(self, grid: int, longest: int) -> object:
+        def choose(self, grid: int, longest: int) -> object:
             assert longest == 22
-            return selection.prefill.rows[0]
-
-        def run(self, grid: int, longest: int) -> object:
             seen.append(grid)
-            return selection.prefill.run(grid)
+            return selection.prefill.choose(grid)
 
     spied = dataclasses.replace(selection, prefill=Spy())  # type: ignore[arg-type]
     kernels.chunk(case, selection=spied, cu_seqlens_cpu=case.cu_seqlens.cpu())

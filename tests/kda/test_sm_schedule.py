@@ -8,7 +8,6 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,11 @@ from benchmarks.sweep_kda_prefill import (
 )
 from kda_backend.contract.calls import PrefillCall
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
+from kda_backend.operators import kda_prefill
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, choose_schedule
 from kda_backend.scratch import Scratch
+from kda_backend.selection import KdaShape, select
 from kda_backend.spec import Beta, Gate
 from kda_backend.step_plan import ChunkTable, build_step_plan
 from tests.kda.prefill_on_host import ROW
@@ -100,18 +101,24 @@ def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.Mon
     table = ChunkTable(*(torch.zeros(4, dtype=torch.int32),) * 6)
     plan = dataclasses.replace(plan, chunk_table=table)
     state = StateRef.functional(None, v_first=True)
-    untouched: Any = None
+    call = PrefillCall(
+        tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, Prepared()
+    )
+    launch = pipeline.TwoStageSm90(KNOWN_TARGETS["H200"]).prepare(call)
+    assert launch is not None
     with pytest.raises(RuntimeError, match="out of memory"):
-        call = PrefillCall(
-            tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, Prepared()
-        )
-        pipeline.bind(ROW, untouched, KNOWN_TARGETS["H200"])(call)
+        launch([x.data_ptr()] * 6, call.gate, [0] * 8, scratch, ())
     assert scratch.flags().numel() and not scratch.flags().any()
 
 
-def test_no_sequences_launch_nothing() -> None:
+@pytest.mark.interpreter
+def test_no_sequences_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Intra CTAs count themselves in the scratch, and only the scan takes that back."""
-    nothing = build_step_plan(torch.zeros(1, dtype=torch.int32), 0, chunk_table=False)
-    untouched: Any = None  # whatever is looked at raises
-    call = PrefillCall(*(untouched,) * 2, nothing, *(untouched,) * 5)
-    pipeline.bind(ROW, untouched, KNOWN_TARGETS["H200"])(call)
+    monkeypatch.setattr(pipeline.TwoStageSm90, "prepare", None)
+    nothing = build_step_plan(torch.zeros(1, dtype=torch.int32), 0)
+    x = torch.zeros(1, 0, 2, 128, dtype=torch.bfloat16)
+    tokens = TokenInputs.of(x, x, x, x, x[..., 0])
+    shape = KdaShape(2, 2, 128, 128, False, torch.bfloat16, torch.bfloat16)
+    selection = select(KNOWN_TARGETS["H200"], shape).with_path(ROW)
+    state = StateRef.functional(None, v_first=True)
+    kda_prefill(tokens, GateSpec(Gate.LOG), state, nothing, selection=selection)
