@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from kda_backend import layer
-from kda_backend.step_plan import StepPlan
 from tests.kda.cases import ON_GPU, Backend, Run
 
 
@@ -39,17 +36,3 @@ def run(request: pytest.FixtureRequest, backend: Backend) -> Run:
     """Prefill, then the recurrence."""
     method: Run = getattr(backend, request.param)
     return method
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """The plan of each layer that is checked whole."""
-    plans: list[StepPlan] = []
-    check = layer.check_short_conv
-
-    def counted(x: Any, conv: Any, state: Any, step_plan: StepPlan) -> None:
-        plans.append(step_plan)
-        check(x, conv, state, step_plan)
-
-    monkeypatch.setattr(layer, "check_short_conv", counted)
-    return plans
