@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -24,32 +25,24 @@ from tests.kda.test_sequences import as_batch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_every_length_is_exact(backend: Backend, seed: int, length: int) -> None:
-    case = backend.case(seed, (length,))
-    assert_result(case, *backend.chunk(case))
+BATCHES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    *(((length,), {}) for length in LENGTHS),
+    ((1000,), {"regime": "weak"}),  # without a drift
+    *(
+        ((130,), {"regime": x, "key_dim": 128, "value_dim": 128, "dtype": dtype})
+        for x in REGIMES
+        for dtype in (torch.bfloat16, torch.float32)
+    ),
+    *(((100,), {"regime": x, "gate": gate}) for x in REGIMES for gate in ("log", "bounded")),
+    *(((0, 70, 0, 0, 64, 1, 17, 0), {"heads": 2, "dtype": dtype}) for dtype in DTYPES),
+]
 
 
-def test_a_thousand_tokens_do_not_drift(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (1000,), regime="weak")
-    assert_result(case, *backend.chunk(case))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("regime", REGIMES)
-def test_every_gate_regime_is_exact_at_head_dimension_128(
-    backend: Backend, seed: int, regime: str, dtype: torch.dtype
+@pytest.mark.parametrize(("lengths", "model"), BATCHES, ids=str)
+def test_every_kind_of_batch_is_exact(
+    backend: Backend, seed: int, lengths: tuple[int, ...], model: dict[str, Any]
 ) -> None:
-    case = backend.case(seed, (130,), regime=regime, key_dim=128, value_dim=128, dtype=dtype)
-    assert_result(case, *backend.chunk(case))
-
-
-@pytest.mark.parametrize("gate", ["log", "bounded"])
-@pytest.mark.parametrize("regime", REGIMES)
-def test_every_gate_regime_is_exact_for_other_gates(
-    backend: Backend, seed: int, regime: str, gate: str
-) -> None:
-    case = backend.case(seed, (100,), regime=regime, gate=gate)
+    case = backend.case(seed, lengths, **model)
     assert_result(case, *backend.chunk(case))
 
 
@@ -104,14 +97,6 @@ def test_scale_multiplies_the_output_only(backend: Backend, seed: int) -> None:
     assert_result(case, *backend.chunk(case))
     unit = dataclasses.replace(case, scale=1.0)
     assert_same_bits("state", backend.chunk(case)[1], backend.chunk(unit)[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ragged_batches_with_empty_sequences(
-    backend: Backend, seed: int, dtype: torch.dtype
-) -> None:
-    case = backend.case(seed, (0, 70, 0, 0, 64, 1, 17, 0), heads=2, dtype=dtype)
-    assert_result(case, *backend.chunk(case))
 
 
 @pytest.mark.parametrize("gate_dtype", DTYPES)
