@@ -94,7 +94,7 @@ DRAFTS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((2, 2), {}),
     ((8, 8), {}),
     ((2, 1), {"gate": "bounded", "beta_kind": "given", "l2norm": False, "has_bias": False}),
-    ((2, 1), {"value_heads": 2, "has_conv": False, "key_dim": 24, "value_dim": 40}),
+    ((2, 1), {"heads": 2, "value_heads": 4, "has_conv": False, "key_dim": 24, "value_dim": 40}),
     *(((2, 1), {"pool_dtype": dtype}) for dtype in (torch.bfloat16, torch.float16)),
 ]
 
@@ -103,7 +103,7 @@ DRAFTS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 def test_a_draft_leaves_the_pools_untouched(
     backend: Backend, seed: int, lengths: tuple[int, ...], model: dict[str, Any]
 ) -> None:
-    draft = Draft(backend, seed, lengths, heads=1, **model)
+    draft = Draft(backend, seed, lengths, **{"heads": 1, **model})
     draft.assert_kept(draft.run(backend))
 
 
