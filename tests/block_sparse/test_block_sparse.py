@@ -134,40 +134,6 @@ def test_a_permutation_and_its_inverse_change_nothing(seed: int, device: torch.d
     assert float((lse[:, :, inverse] - want_lse).abs().max()) < 1e-5
 
 
-def wrong_plans(device: torch.device) -> dict[str, BlockPlan]:
-    """Plans with the faults that upstream libraries were seen to have."""
-    right = intervals.causal(64, 96, 1, **BLOCKS, device=device)
-    rows, cols = right.rows.clone(), right.cols
-    top_left = intervals.causal(64, 64, 1, **BLOCKS, device=device)
-    no_diagonal = rows.clone()
-    no_diagonal[:, 1] = rows[:, 2]
-
-    def with_tensors(**changed: Tensor) -> BlockPlan:
-        return BlockPlan(**({**vars(right)} | changed))  # type: ignore[arg-type]
-
-    generator = torch.Generator().manual_seed(1)
-    random = (torch.rand(1, 1, 2, 3, generator=generator) < 0.4).to(torch.int8).to(device)
-    random[..., 0] = 1
-    return {
-        "top left": with_tensors(rows=top_left.rows, sequences=top_left.sequences),
-        "no mask on the diagonal": with_tensors(rows=no_diagonal),
-        "columns off by one": with_tensors(cols=(cols + 1) % 3),
-        "random": from_kinds(random, 1, right.sequences, 32, 32),
-    }
-
-
-@pytest.mark.parametrize("fault", list(wrong_plans(torch.device("cpu"))))
-def test_canary(fault: str, seed: int, device: torch.device) -> None:
-    """A wrong plan must fail the check that the right one passes."""
-    q, k, v = inputs((1, 64, 64), (1, 96, 64), seed=seed, device=device)
-    want = reference.attention(q.cpu(), k.cpu(), v.cpu(), causal_seen(64, 96), 0.125)
-    right = intervals.causal(64, 96, 1, **BLOCKS, device=device)
-    assert_matches(block_sparse_attention(q, k, v, right, path="triton"), want)
-    with pytest.raises(AssertionError):
-        got = block_sparse_attention(q, k, v, wrong_plans(device)[fault], path="triton")
-        assert_matches(got, want)
-
-
 def test_bad_input_is_one_sentence(seed: int, device: torch.device) -> None:
     q, k, v = inputs((2, 64, 64), (1, 64, 64), seed=seed, device=device)
     plan = intervals.dense(64, 64, 2, **BLOCKS, device=device)

@@ -54,11 +54,11 @@ def predictor(q: Tensor, k: Tensor, choice: Choice, blocks: tuple[int, int], pat
     return paths_on(q.device, path, "predict").select("predict", spec, "q", q).run(1)
 
 
-def kept(plan: BlockPlan) -> list[list[int]]:
-    """The sorted columns of each tile of each head."""
+def kept(plan: BlockPlan, head: int | None = None) -> list[list[int]]:
+    """The sorted columns of each tile of one head, or of every head."""
     rows, cols = plan.rows.tolist(), plan.cols.tolist()
-    order = sorted(plan.work.tolist())
-    return [sorted(cols[rows[r][0] : rows[r][2]]) for _, _, _, r in order]
+    work = [entry for entry in sorted(plan.work.tolist()) if head in (None, entry[1])]
+    return [sorted(cols[rows[r][0] : rows[r][2]]) for *_, r in work]
 
 
 @pytest.mark.parametrize("amount", [{"cdf": 0.7}, {"topk": 0.3}, {"cdf": 1.0}])
@@ -76,13 +76,6 @@ def test_kernels_are_as_in_torch(
     assert got.has_partial == want.has_partial
     assert kept(got) == kept(want)
     assert all(0 in cols for cols in kept(got) if cols)
-
-
-def of_head(plan: BlockPlan, head: int) -> list[list[int]]:
-    """The sorted columns of each tile of one head."""
-    work = [entry for entry in sorted(plan.work.tolist()) if entry[1] == head]
-    rows, cols = plan.rows.tolist(), plan.cols.tolist()
-    return [sorted(cols[rows[r][0] : rows[r][2]]) for *_, r in work]
 
 
 EACH = {
@@ -117,8 +110,8 @@ def test_each_head_has_a_threshold_of_its_own(
         )
         for i in range(4)
     ]  # fmt: skip
-    assert all(of_head(got, i) == of_head(of_all[i], i) for i in range(4))
-    assert sum(of_head(got, i) != of_head(of_all[i - 1], i) for i in range(4)) >= 2
+    assert all(kept(got, i) == kept(of_all[i], i) for i in range(4))
+    assert sum(kept(got, i) != kept(of_all[i - 1], i) for i in range(4)) >= 2
 
 
 def test_thresholds_of_heads_in_a_recorded_graph(seed: int, device: torch.device) -> None:

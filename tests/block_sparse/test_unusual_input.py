@@ -40,12 +40,6 @@ def inputs(
     return q.bfloat16().to(device), k.bfloat16().to(device), v.bfloat16().to(device)
 
 
-@pytest.fixture
-def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
-    yield torch.set_default_dtype
-    torch.set_default_dtype(torch.float32)
-
-
 @both_paths
 def test_a_log_sum_exp_with_gaps_is_refused(device: torch.device, path: str) -> None:
     q, k, v = inputs(device)
@@ -135,36 +129,35 @@ def test_more_heads_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(grid[1:] == (1, 1) for grid in grids)
 
 
+@pytest.fixture
+def set_default() -> Iterator[Callable[[torch.dtype | str], None]]:
+    def choose(default: torch.dtype | str) -> None:
+        if isinstance(default, torch.dtype):
+            torch.set_default_dtype(default)
+        else:
+            torch.set_default_device(default)
+
+    yield choose
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
 @both_paths
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_no_default_dtype_is_taken(
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"])
+def test_no_default_of_torch_is_taken(
     device: torch.device,
     path: str,
-    default: torch.dtype,
-    default_dtype: Callable[[torch.dtype], None],
+    default: torch.dtype | str,
+    set_default: Callable[[torch.dtype | str], None],
 ) -> None:
     q, k, v = inputs(device)
     plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
     attends = (block_sparse_attention, quantised_attention)
     want = [attend(q, k, v, plan, path=path) for attend in attends]
-    default_dtype(default)
+    set_default(default)
     got = [attend(q, k, v, plan, path=path) for attend in attends]
     for (out, lse), (want_out, want_lse) in zip(got, want, strict=True):
         assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
-
-
-@both_paths
-def test_no_default_device_is_taken(device: torch.device, path: str) -> None:
-    q, k, v = inputs(device)
-    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
-    attends = (block_sparse_attention, quantised_attention)
-    want = [attend(q, k, v, plan, path=path)[0] for attend in attends]
-    torch.set_default_device("meta")
-    try:
-        got = [attend(q, k, v, plan, path=path)[0] for attend in attends]
-    finally:
-        torch.set_default_device(None)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_autocast_leaves_fp32_products() -> None:

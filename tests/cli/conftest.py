@@ -20,6 +20,13 @@ def no_user_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ``eval`` writes, and where the harness keeps data sets."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+
+@pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What a server answers by path, a function of the request's body for instance; ``url`` is its
     address, ``seen`` the headers it got. Between tries of a request no time passes."""

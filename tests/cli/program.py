@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from typer.testing import CliRunner
 
 from backend_cli.main import app
+
+TEN = Path(__file__).with_name("gsm8k_ten.jsonl")
 
 
 def run(*args: str) -> tuple[int, str, str]:

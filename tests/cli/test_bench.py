@@ -13,6 +13,7 @@ from backend_cli import bench as bench_module
 from backend_cli import families
 from backend_cli.bench import read_result, speedups, times
 from backend_cli.errors import BadInputError, CliError
+from backend_cli.tune import command as tune_module
 from backend_core.target import KNOWN_TARGETS
 from tests.cli.program import assert_one_sentence, run
 
@@ -104,18 +105,15 @@ def test_a_script_that_is_not_there() -> None:
         bench_module.script_file("bench_nothing.py")
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench_module, "detect_target", lambda: KNOWN_TARGETS["cpu"])
-    code, _, err = run("bench")
-    assert (code, err) == (1, "kda-dsv4: bench measures a GPU, and there is none here\n")
-
-
-@pytest.mark.parametrize("command", ["bench", "tune"])
-def test_without_torch_nobody_knows_whether_there_is_a_gpu(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("command", "module"), [("bench", bench_module), ("tune", tune_module)])
+def test_without_a_gpu_or_torch_that_finds_it(
+    command: str, module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "detect_target", lambda: KNOWN_TARGETS["cpu"])
+        code, _, err = run(command)
+    assert (code, err) == (1, f"kda-dsv4: {command} measures a GPU, and there is none here\n")
     monkeypatch.setitem(sys.modules, "torch", None)
     find = families.importlib.util.find_spec
     monkeypatch.setattr(

@@ -16,16 +16,11 @@ import pytest
 
 from backend_cli.errors import BadInputError
 from backend_cli.eval import endpoint
-from tests.cli.program import run
+from tests.cli.program import TEN, run
 
-TEN = Path(__file__).with_name("gsm8k_ten.jsonl")
 KEY = "sk-SECRET-123"
 
-
-@pytest.fixture(autouse=True)
-def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+pytestmark = pytest.mark.usefixtures("in_a_new_folder")
 
 
 def recall(url: str, *more: str) -> tuple[int, str, str]:

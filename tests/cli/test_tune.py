@@ -237,12 +237,6 @@ def test_bad_arguments(tuned: SimpleNamespace, args: list[str], code: int, messa
     assert not tuned.questions
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_module, "detect_target", lambda: KNOWN_TARGETS["cpu"])
-    code, _, err = run("tune")
-    assert (code, err) == (1, "kda-dsv4: tune measures a GPU, and there is none here\n")
-
-
 # what tune measures of the kernels, called here on the torch paths: (operator, measure)
 KDA_MEASURES = {
     (row.operator, measure)

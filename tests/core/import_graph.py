@@ -22,23 +22,16 @@ def modules_of(root: Path, packages: Iterable[str]) -> dict[str, Path]:
     return found
 
 
-def imported_names(
-    file: Path, parts: tuple[str, ...], *, late: bool = True, typed: bool = False
-) -> Iterator[str]:
+def imported_names(file: Path, parts: tuple[str, ...], *, typed: bool = False) -> Iterator[str]:
     """Every name that ``file`` imports, absolute; ``*`` stands for a placeholder's value.
 
     Args:
         parts: of the file's path without its suffix, from the root.
-        late: also the imports inside functions, and those through ``importlib``.
         typed: also the imports under ``if TYPE_CHECKING``, which never run.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     branches = () if typed else _typing_branches(tree)
     skipped = {id(n) for branch in branches for n in ast.walk(branch)}
-    if not late:
-        functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-        outer = [node for node in ast.walk(tree) if isinstance(node, functions)]
-        skipped |= {id(n) for function in outer for n in ast.walk(function)}
     for node in ast.walk(tree):
         if id(node) in skipped:
             continue
@@ -51,44 +44,6 @@ def imported_names(
             yield from (".".join([*base, alias.name]) for alias in node.names)
         elif isinstance(node, ast.Call) and _is_import_module(node.func):
             yield from _named(node.args[0] if node.args else None)
-
-
-def bound_names(file: Path) -> set[str]:
-    """What a module has at its top: functions, classes, variables and what it imports itself."""
-    found: set[str] = set()
-    todo: list[ast.stmt] = list(ast.parse(file.read_text(encoding="utf-8")).body)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.If | ast.Try | ast.With | ast.For):
-            for block in ("body", "orelse", "finalbody"):
-                todo += getattr(node, block, [])
-            todo += [s for handler in getattr(node, "handlers", []) for s in handler.body]
-        else:
-            names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
-            found |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
-    return found
-
-
-def unresolved(root: Path, ours: Iterable[str], readers: Iterable[str]) -> list[str]:
-    """``file imports name`` where a file of ``readers`` imports a name of ours that is missing."""
-    modules = modules_of(root, ours)
-    tops = {name.split(".")[0] for name in modules}
-    bound: dict[str, set[str]] = {}
-    found = []
-    for file in modules_of(root, readers).values():
-        for name in imported_names(file, file.relative_to(root).with_suffix("").parts):
-            owner, _, leaf = name.rpartition(".")
-            if name.split(".")[0] not in tops or "*" in name or name in modules:
-                continue
-            if owner in modules and owner not in bound:
-                bound[owner] = bound_names(modules[owner])
-            if leaf not in bound.get(owner, ()):
-                found.append(f"{file.relative_to(root)} imports {name}")
-    return found
 
 
 def _typing_branches(tree: ast.Module) -> Iterator[ast.AST]:
@@ -113,14 +68,14 @@ def _named(argument: ast.expr | None) -> Iterator[str]:
 
 
 def graph(
-    root: Path, modules: Mapping[str, Path], *, late: bool = True, typed: bool = False
+    root: Path, modules: Mapping[str, Path], *, typed: bool = False
 ) -> dict[str, frozenset[str]]:
     """For each module, those of ``modules`` that it imports; see `imported_names`."""
     edges: dict[str, frozenset[str]] = {}
     for name, file in modules.items():
         parts = file.relative_to(root).with_suffix("").parts
         found: set[str] = set()
-        for imported in imported_names(file, parts, late=late, typed=typed):
+        for imported in imported_names(file, parts, typed=typed):
             found |= _meant(imported, modules)
         edges[name] = frozenset(found - {name})
     return edges

@@ -6,8 +6,6 @@ import ast
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 MOST = 12
 
@@ -26,16 +24,3 @@ def test_arguments_behind_the_twelfth_have_names() -> None:
     found = {str(x.relative_to(ROOT)): crowded(x.read_text("utf-8")) for x in files if x.is_file()}
     assert found
     assert {name: lines for name, lines in found.items() if lines} == {}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "lines"),
-    [
-        (", ".join("a" * 12), []),
-        (", ".join("a" * 13), [1]),
-        (", ".join("a" * 12) + ", *rest", [1]),
-        ("*rest, " + ", ".join(f"a{n}=a" for n in range(13)), []),
-    ],
-)
-def test_a_call_with_too_many_is_found(arguments: str, lines: list[int]) -> None:
-    assert crowded(f"call({arguments})") == lines

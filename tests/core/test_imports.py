@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backend_core.family import PACKAGES
-from tests.core.import_graph import circles, graph, imported_names, modules_of, unresolved
+from tests.core.import_graph import circles, graph, imported_names, modules_of
 
 ROOT = Path(__file__).parents[2]
 OURS = ("backend_core", "backend_cli", *PACKAGES)
@@ -55,32 +55,6 @@ def test_the_packages_keep_the_rules() -> None:
     assert violations(ROOT) == []
 
 
-def test_every_name_of_ours_that_is_imported_exists() -> None:
-    """In adapters, benchmarks and the engines' tests too, which no run of the suite imports."""
-    places = (*OURS, "benchmarks", "docs", "tests", "tools")
-    assert unresolved(ROOT, places, places) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("def f():\n    from kda_backend.gone import run", "kda_backend.gone.run"),
-        ("from kda_backend.here import gone, run", "kda_backend.here.gone"),
-        ("from kda_backend import gone, here", "kda_backend.gone"),
-        ("import importlib\nimportlib.import_module('kda_backend.gone')", "kda_backend.gone"),
-    ],
-)
-def test_a_name_that_is_gone_is_found(tmp_path: Path, source: str, name: str) -> None:
-    package = tmp_path / "kda_backend"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "here.py").write_text("if True:\n    def run(): ...\n")
-    (package / "api.py").write_text(source)
-    assert unresolved(tmp_path, ["kda_backend"], ["kda_backend"]) == [
-        f"kda_backend/api.py imports {name}"
-    ]
-
-
 def test_there_is_no_circle() -> None:
     """For the type checker neither."""
     assert circles(graph(ROOT, modules_of(ROOT, OURS), typed=True)) == []
@@ -89,10 +63,6 @@ def test_there_is_no_circle() -> None:
 @pytest.mark.parametrize(
     ("files", "found"),
     [
-        (
-            {"a.py": "from kda_backend import b", "b.py": "import kda_backend.a"},
-            ["kda_backend.a", "kda_backend.b"],
-        ),
         (
             {"a.py": "def f():\n    from kda_backend.b import x", "b.py": "from . import a"},
             ["kda_backend.a", "kda_backend.b"],
@@ -106,7 +76,6 @@ def test_there_is_no_circle() -> None:
             },
             [f"kda_backend.engines.{name}" for name in ("vllm", "vllm_glm", "vllm_layer")],
         ),
-        ({"a.py": "from kda_backend import b", "b.py": "import torch"}, []),
         (
             {
                 "a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
@@ -123,7 +92,7 @@ def test_a_circle_is_found(tmp_path: Path, files: dict[str, str], found: list[st
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source)
     modules = modules_of(tmp_path, ["kda_backend"])
-    assert circles(graph(tmp_path, modules, typed=True)) == ([found] if found else [])
+    assert circles(graph(tmp_path, modules, typed=True)) == [found]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +100,6 @@ def test_a_circle_is_found(tmp_path: Path, files: dict[str, str], found: list[st
     [
         ("kda_backend/kernels/scan.py", "import numpy", "numpy"),
         ("kda_backend/kernels/scan.py", "from ..api import run", "kda_backend.api.run"),
-        ("kda_backend/kernels/scan.py", "import vllm.utils", "vllm.utils"),
         (
             "kda_backend/kernels/scan.py",
             "from dsv4_backend.kernels.norm import norm",
@@ -139,17 +107,13 @@ def test_a_circle_is_found(tmp_path: Path, files: dict[str, str], found: list[st
         ),
         ("kda_backend/api.py", "def f():\n    import sglang", "sglang"),
         ("kda_backend/api.py", "from dsv4_backend import api", "dsv4_backend.api"),
-        ("dsv4_backend/api.py", "import backend_cli.main", "backend_cli.main"),
         (
             "dsv4_backend/api.py",
             "import importlib\nimportlib.import_module('backend_cli.main')",
             "backend_cli.main",
         ),
-        ("kda_backend/reference.py", "import triton", "triton"),
         ("kda_backend/reference.py", "import kda_backend.api", "kda_backend.api"),
         ("backend_core/strict.py", "from kda_backend import api", "kda_backend.api"),
-        ("backend_core/strict.py", "import numpy", "numpy"),
-        ("backend_cli/info.py", "import transformers", "transformers"),
         ("backend_cli/info.py", "from kda_backend import api", "kda_backend.api"),
         ("backend_cli/bench.py", "from benchmarks import regimes", "benchmarks.regimes"),
     ],

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,25 +45,3 @@ def test_every_result_that_a_page_names_exists() -> None:
     named = [(page.name, n) for page in pages for n in NAMED.findall(page.read_text("utf-8"))]
     assert named
     assert [item for item in named if not (ROOT / RESULTS / item[1]).is_file()] == []
-
-
-@pytest.mark.parametrize(
-    ("source", "content", "message"),
-    [
-        ("elsewhere.json", None, "is no result file"),
-        ("benchmarks/results/a.json", None, "does not exist"),
-        ("benchmarks/results/a.json", {"rows": []}, "does not name the script"),
-        ("benchmarks/results/a.json", {"script": "benchmarks/gone.py"}, "which is not here"),
-        ("benchmarks/results/a.json", {"script": "kda-dsv4 check"}, "which is not here"),
-        ("benchmarks/results/a.json", {"script": "benchmarks/mute.py"}, "writes no file"),
-    ],
-)
-def test_a_result_that_cannot_be_made_again_is_found(
-    tmp_path: Path, source: str, content: dict[str, Any] | None, message: str
-) -> None:
-    (tmp_path / RESULTS).mkdir(parents=True)
-    (tmp_path / "benchmarks" / "mute.py").write_text("print('nothing is kept')")
-    if content is not None:
-        (tmp_path / source).write_text(json.dumps(content))
-    with pytest.raises(AssertionError, match=message):
-        assert_made_by_a_script(tmp_path, source, "toy.toml: path 1")

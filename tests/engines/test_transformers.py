@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,6 +32,16 @@ def stock_in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
     yield
     kda.disable()
+
+
+@pytest.fixture
+def adapter() -> ModuleType:
+    return kda
+
+
+@pytest.fixture
+def replaced() -> list[tuple[Any, str]]:
+    return [(modeling, name) for name in OPERATORS]
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +141,13 @@ def test_left_padding_is_masked_as_in_stock(model: Any) -> None:
     torch.testing.assert_close(ours[1:, 37:], alone, **TOLERANCE)
 
 
-def test_bf16_agrees_as_far_as_bf16_goes(model: Any) -> None:
-    rounded = KimiLinearForCausalLM(model.config).eval().to(model.device)
+def test_bf16_agrees_as_far_as_bf16_goes(model: Any, adapter: ModuleType) -> None:
+    rounded = type(model)(model.config).eval().to(model.device)
     rounded.load_state_dict(model.state_dict())
     exact = logits(model, ids := tokens(model, 2, 150))
     rounded.to(torch.bfloat16)
     upstream = logits(rounded, ids).float()
-    kda.enable()
+    adapter.enable()
     ours = logits(rounded, ids).float()
     assert (ours - exact).norm() < 1.2 * (upstream - exact).norm()
 
@@ -169,17 +180,20 @@ def test_a_compiled_model_calls_the_operators_as_they_are(
     assert traced == [False] * 6  # three layers, two calls
 
 
-def test_undo_restores_the_same_objects() -> None:
-    upstream = [getattr(modeling, name) for name in OPERATORS]
-    kda.disable()
-    assert [getattr(modeling, name) for name in OPERATORS] == upstream and not kda.is_enabled()
-    kda.enable()
-    ours = [getattr(modeling, name) for name in OPERATORS]
-    assert all(a is not b for a, b in zip(ours, upstream, strict=True)) and kda.is_enabled()
-    kda.enable()
-    assert all(getattr(modeling, n) is f for n, f in zip(OPERATORS, ours, strict=True))
-    kda.disable()
-    assert all(getattr(modeling, n) is f for n, f in zip(OPERATORS, upstream, strict=True))
+def test_undo_restores_the_same_objects(
+    adapter: ModuleType, replaced: list[tuple[Any, str]]
+) -> None:
+    upstream = [getattr(owner, name) for owner, name in replaced]
+    adapter.disable()
+    assert [getattr(owner, name) for owner, name in replaced] == upstream
+    assert not adapter.is_enabled()
+    adapter.enable()
+    ours = [getattr(owner, name) for owner, name in replaced]
+    assert all(a is not b for a, b in zip(ours, upstream, strict=True)) and adapter.is_enabled()
+    adapter.enable()
+    assert all(getattr(o, n) is f for (o, n), f in zip(replaced, ours, strict=True))
+    adapter.disable()
+    assert all(getattr(o, n) is f for (o, n), f in zip(replaced, upstream, strict=True))
 
 
 def test_without_transformers_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +218,8 @@ def test_a_renamed_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert getattr(modeling, OPERATORS[0]) is upstream and not kda.is_enabled()
 
 
-def test_training_is_refused(model: Any) -> None:
-    kda.enable()
+def test_training_is_refused(model: Any, adapter: ModuleType) -> None:
+    adapter.enable()
     with pytest.raises(ValueError, match="no backward pass"):
         model(tokens(model, 1, 8))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,18 +14,17 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 import dsv4_backend
 from backend_core.strict import FallbackError
 from dsv4_backend.engines import transformers as dsv4
+from tests.engines.test_transformers import (  # tests too, of this module's model
+    TOLERANCE,
+    logits,
+    test_bf16_agrees_as_far_as_bf16_goes,  # noqa: F401
+    test_training_is_refused,  # noqa: F401
+    test_undo_restores_the_same_objects,  # noqa: F401
+    tokens,
+)
 
 OPERATOR = "compress_norm_rope_hadamard_"
 C128 = modeling.DeepseekV4HCACompressor
-REPLACED = [
-    (modeling, "apply_rotary_pos_emb"),
-    (modeling.DeepseekV4RMSNorm, "forward"),
-    (C128, "forward"),
-    (modeling.DeepseekV4CSACompressor, "forward"),
-    (modeling.DeepseekV4Indexer, "forward"),
-]
-# logits have a standard deviation of about 1.6
-TOLERANCE = {"rtol": 1e-4, "atol": 5e-3 if torch.cuda.is_available() else 1e-4}
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,18 @@ def strict_and_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     yield
     dsv4.disable()
+
+
+@pytest.fixture
+def adapter() -> ModuleType:
+    return dsv4
+
+
+@pytest.fixture
+def replaced() -> list[tuple[Any, str]]:
+    attention = (C128, modeling.DeepseekV4CSACompressor, modeling.DeepseekV4Indexer)
+    owners = (modeling.DeepseekV4RMSNorm, *attention)
+    return [(modeling, "apply_rotary_pos_emb"), *((owner, "forward") for owner in owners)]
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +64,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
     monkeypatch.setattr(dsv4_backend, OPERATOR, spy)
     return seen
-
-
-def tokens(model: Any, *shape: int) -> torch.Tensor:
-    return torch.randint(2, 97, shape, generator=torch.Generator().manual_seed(1)).to(model.device)
-
-
-@torch.no_grad()
-def logits(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    return model(ids, **arguments).logits.cpu()
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -114,63 +117,6 @@ def test_caches_can_be_handed_over(model: Any, first: str) -> None:
     torch.testing.assert_close(torch.cat(rest, 1), whole[:, 125:], **TOLERANCE)
 
 
-def with_angles_of_the_window_before(arguments: dict[str, Any]) -> None:
-    arguments["freqs_cis"] = arguments["freqs_cis"].roll(arguments["compress_ratio"], 0)
-
-
-def with_indexer_keys_rotated(arguments: dict[str, Any]) -> None:
-    arguments["rotate"] = arguments["head_dim"] == 128
-
-
-def with_c128_rows_left_alone(arguments: dict[str, Any]) -> None:
-    if arguments["compress_ratio"] == 128:
-        arguments["step_plan"] = dsv4_backend.SeqLens(arguments["step_plan"].seq_lens - 1)
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [with_angles_of_the_window_before, with_indexer_keys_rotated, with_c128_rows_left_alone],
-)
-def test_planted_bugs_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch, bug: Any) -> None:
-    operator = dsv4_backend.compress_norm_rope_hadamard_
-    names = ("kv", "weight", "eps", "freqs_cis", "step_plan")
-
-    def wrong(*values: Any, **named: Any) -> None:
-        arguments = dict(zip(names, values, strict=True)) | named
-        bug(arguments)
-        operator(**arguments)
-
-    ids = tokens(model, 2, 300)
-    upstream = logits(model, ids)
-    dsv4.enable()
-    monkeypatch.setattr(dsv4_backend, OPERATOR, wrong)
-    assert (logits(model, ids) - upstream).norm() > 0.02 * upstream.norm()
-
-
-def test_bf16_agrees_as_far_as_bf16_goes(model: Any) -> None:
-    rounded = DeepseekV4ForCausalLM(model.config).eval().to(model.device)
-    rounded.load_state_dict(model.state_dict())
-    exact = logits(model, ids := tokens(model, 2, 150))
-    rounded.to(torch.bfloat16)
-    upstream = logits(rounded, ids).float()
-    dsv4.enable()
-    ours = logits(rounded, ids).float()
-    assert (ours - exact).norm() < 1.2 * (upstream - exact).norm()
-
-
-def test_undo_restores_the_same_objects() -> None:
-    upstream = [getattr(owner, name) for owner, name in REPLACED]
-    dsv4.disable()
-    assert [getattr(owner, name) for owner, name in REPLACED] == upstream and not dsv4.is_enabled()
-    dsv4.enable()
-    ours = [getattr(owner, name) for owner, name in REPLACED]
-    assert all(a is not b for a, b in zip(ours, upstream, strict=True)) and dsv4.is_enabled()
-    dsv4.enable()
-    assert all(getattr(o, n) is f for (o, n), f in zip(REPLACED, ours, strict=True))
-    dsv4.disable()
-    assert all(getattr(o, n) is f for (o, n), f in zip(REPLACED, upstream, strict=True))
-
-
 def test_a_renamed_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     upstream = C128.forward
     monkeypatch.delattr(modeling, "DeepseekV4Indexer")
@@ -192,12 +138,6 @@ def test_rows_that_are_not_rotated_next_are_an_error(
         patch.setattr(modeling, "apply_rotary_pos_emb", lambda x, *rest: ours(x.clone(), *rest))
         with pytest.raises(RuntimeError, match="of its kv_norm next, got another tensor"):
             logits(model, tokens(model, 1, 8))
-
-
-def test_training_is_refused(model: Any) -> None:
-    dsv4.enable()
-    with pytest.raises(ValueError, match="no backward pass"):
-        model(tokens(model, 1, 8))
 
 
 def test_a_norm_with_its_own_forward_falls_back(

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from kda_backend.prefill import paths
-from kda_backend.step_plan import StepPlan
 from tests.kda.cases import ON_GPU, Backend, Run
 
 
@@ -39,17 +36,3 @@ def run(request: pytest.FixtureRequest, backend: Backend) -> Run:
     """Prefill, then the recurrence."""
     method: Run = getattr(backend, request.param)
     return method
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """The plan of each call that is checked whole."""
-    plans: list[StepPlan] = []
-    check = paths.check_step_plan
-
-    def counted(step_plan: StepPlan, *call: Any) -> None:
-        plans.append(step_plan)
-        check(step_plan, *call)
-
-    monkeypatch.setattr(paths, "check_step_plan", counted)
-    return plans

@@ -10,7 +10,6 @@ from kda_backend.contract.values import StateRef
 from kda_backend.layer import Projections
 from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.scratch import Scratch
-from kda_backend.step_plan import StepPlan
 from tests.kda.cases import ON_GPU, Backend, assert_close, assert_same_bits
 from tests.kda.test_layer import Model
 
@@ -60,7 +59,7 @@ def asked(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_checkpoints_are_the_states_of_shorter_prefills(
-    backend: Backend, seed: int, dtype: torch.dtype, checked: list[StepPlan]
+    backend: Backend, seed: int, dtype: torch.dtype
 ) -> None:
     model, plain = model_of(backend, seed), model_of(backend, seed)
     cut = model_of(backend, seed)
@@ -70,7 +69,6 @@ def test_checkpoints_are_the_states_of_shorter_prefills(
     model.step_plan = plain.step_plan
     out = run(plain, None)
     assert_same("output", run(model, asked(backend.device)), out)
-    assert len(checked) == 2  # other kernels write states inside of sequences
     # the same sequences, each as long as its checkpoint is far in
     begin = 0
     for n, length in enumerate(LENGTHS):

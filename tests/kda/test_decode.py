@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from backend_core.tables.schema import Row
-from kda_backend.testing.cases import TOKEN_FIELDS, Case
 from kda_backend.testing.regimes import REGIMES
 from tests.kda.cases import (
     Backend,
@@ -16,17 +15,9 @@ from tests.kda.cases import (
     assert_same_bits,
     shipped_rows,
 )
+from tests.kda.test_sequences import as_batch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def as_batch(case: Case, length: int) -> Case:
-    """Equal lengths as B rows instead of one packed row."""
-    rows = {
-        name: getattr(case, name)[0].unflatten(0, (len(case.lengths), length))
-        for name in TOKEN_FIELDS
-    }
-    return dataclasses.replace(case, **rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -37,54 +28,9 @@ def test_one_token_for_each_sequence(
     case = backend.case(
         seed, (1,) * 4, regime=regime, heads=2, key_dim=128, value_dim=128, dtype=dtype
     )
-    batch = as_batch(case, 1)
-    o, state = backend.recurrent(batch, cu_seqlens=None)
+    o, state = backend.recurrent(as_batch(case), cu_seqlens=None)
     assert o.shape == (4, 1, 2, 128)
     assert_result(case, o, state)
-
-
-@pytest.mark.parametrize("gate", ["log", "bounded"])
-@pytest.mark.parametrize("beta", ["given", "twice_sigmoid"])
-def test_gate_and_beta_kinds(backend: Backend, seed: int, gate: str, beta: str) -> None:
-    case = backend.case(seed, (6, 2), gate=gate, beta=beta)
-    assert_result(case, *backend.recurrent(case))
-
-
-@pytest.mark.parametrize("l2norm", [True, False])
-def test_scale_and_norm(backend: Backend, seed: int, l2norm: bool) -> None:
-    case = backend.case(seed, (3, 1), l2norm=l2norm, scale=3.0)
-    doubled = dataclasses.replace(case, q=2.0 * case.q)
-    for each in (case, doubled):
-        assert_result(each, *backend.recurrent(each))
-
-
-@pytest.mark.parametrize("cu_dtype", [torch.int32, torch.int64])
-def test_ragged_sequences_with_empty_ones(
-    backend: Backend, seed: int, cu_dtype: torch.dtype
-) -> None:
-    case = backend.case(seed, (0, 20, 0, 1, 3, 0), heads=2)
-    assert_result(case, *backend.recurrent(case, cu_seqlens=case.cu_seqlens.to(cu_dtype)))
-
-
-def test_several_tokens_for_each_row_of_a_batch(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (5, 5, 5), heads=2)
-    o, state = backend.recurrent(as_batch(case, 5), cu_seqlens=None)
-    assert o.shape[:3] == (3, 5, 2)
-    assert_result(case, o, state)
-
-
-def test_split_views_and_output_in_place_of_v(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (3, 1), heads=2)
-    want, want_state = backend.recurrent(case)
-    packed = torch.cat([case.q, case.k, case.v, case.g], 2)
-    q, k, v, g = packed.split(2, dim=2)
-    views = dataclasses.replace(case, q=q, k=k, v=v, g=g)
-    o, state = backend.recurrent(views, out=v)
-    assert o.data_ptr() == v.data_ptr()
-    backend.assert_same("output", packed[:, :, 4:6], want)
-    backend.assert_same("state", state, want_state)
-    assert_same_bits("q and k", packed[:, :, :4], torch.cat([case.q, case.k], 2))
-    assert_same_bits("g", packed[:, :, 6:], case.g)
 
 
 @pytest.mark.parametrize("operator", ["recurrent", "chunk"])

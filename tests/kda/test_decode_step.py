@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from typing import Any
 
 import pytest
@@ -63,7 +64,6 @@ def check(
     indices: list[int],
     *,
     pool: dict[str, Any] | None = None,
-    call: dict[str, Any] | None = None,
     **model: Any,
 ) -> None:
     case = make_step(seed, len(indices), device=backend.device, **model)
@@ -71,44 +71,30 @@ def check(
     pools = StepPools(case, max(live, default=0) + 2, **(pool or {}))
     pools.fill(seed + 1, live)
     before = pools.copy()
-    out = run_step(backend, case, pools, indices, **(call or {}))
+    out = run_step(backend, case, pools, indices)
     assert out.dtype == case.packed.dtype
     assert_rows(case, out, indices, before, pools)
 
 
-@pytest.mark.parametrize("conv", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("l2norm", [False, True])
-def test_every_stage_on_and_off(
-    backend: Backend, seed: int, conv: bool, norm: bool, l2norm: bool
-) -> None:
-    check(backend, seed, [2, 1], has_conv=conv, has_norm=norm, l2norm=l2norm)
+MODELS: list[dict[str, Any]] = [
+    *(dict(zip(STAGES, are_on, strict=True)) for are_on in product((False, True), repeat=3)),
+    {"has_bias": False},
+    {"heads": 2, "value_heads": 4, "has_conv": False},
+    *({"dtype": dtype} for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+    *({"pool": {"dtype": dtype}} for dtype in (torch.bfloat16, torch.float16)),
+    *({"pool": {"layout": x, "width": width}} for x in ("SD", "DS") for width in (3, 6)),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_every_kind_of_model(backend: Backend, seed: int, model: dict[str, Any]) -> None:
+    check(backend, seed, [2, 1], **model)
 
 
 @pytest.mark.parametrize("gate", ["log", "softplus", "bounded"])
 @pytest.mark.parametrize("beta", ["given", "sigmoid", "twice_sigmoid"])
 def test_gate_and_beta_kinds(backend: Backend, seed: int, gate: str, beta: str) -> None:
     check(backend, seed, list(range(8)), heads=1, gate=gate, beta_kind=beta)
-
-
-@pytest.mark.parametrize("layout", ["SD", "DS"])
-@pytest.mark.parametrize("width", [3, 6])
-def test_both_layouts_of_the_window(backend: Backend, seed: int, layout: str, width: int) -> None:
-    check(backend, seed, [1, 0], pool={"layout": layout, "width": width})
-
-
-def test_convolution_without_bias(backend: Backend, seed: int) -> None:
-    check(backend, seed, [1, 0], has_bias=False)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_token_dtypes(backend: Backend, seed: int, dtype: torch.dtype) -> None:
-    check(backend, seed, [1, 0], dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_states_of_16_bits(backend: Backend, seed: int, dtype: torch.dtype) -> None:
-    check(backend, seed, [1, 0], pool={"dtype": dtype})
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -119,10 +105,6 @@ def test_head_dimensions(
     dims = {"key_dim": key_dim, "value_dim": value_dim}
     rows = list(range(8))  # the mean of fewer roundings of three values would vary too much
     check(backend, seed, rows, heads=1, has_conv=fused, has_norm=fused, **dims)
-
-
-def test_grouped_value_heads(backend: Backend, seed: int) -> None:
-    check(backend, seed, [1, 0], heads=2, value_heads=4, has_conv=False)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 64, 300])
@@ -172,24 +154,6 @@ def test_output_goes_to_the_given_buffer_or_over_v(backend: Backend, seed: int) 
     assert_same_bits("output over v", v.contiguous(), want)
     assert_same_bits("states", third.memory, pools.memory)
     assert_same_bits("windows", third.window_memory, pools.window_memory)
-
-
-@pytest.mark.parametrize("mistake", ["state transposed", "window reversed", "channels rotated"])
-def test_a_layout_mistake_would_show(backend: Backend, seed: int, mistake: str) -> None:
-    """The comparison above can fail: what engines have got wrong is far outside its tolerance."""
-    case = make_step(seed, 2, device=backend.device)
-    pools = StepPools(case, 2)
-    pools.fill(seed + 1, [0, 1])
-    before = pools.copy()
-    if mistake == "state transposed":
-        pools.states.copy_(before.states.mT)
-    elif mistake == "window reversed":
-        pools.windows.copy_(before.windows.flip(2))
-    else:
-        pools.windows.copy_(before.windows.roll(case.g.shape[2], 1))
-    out = run_step(backend, case, pools, [0, 1])
-    with pytest.raises(AssertionError, match="output of row 0"):
-        assert_rows(case, out, [0, 1], before, pools)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -19,41 +20,29 @@ from tests.kda.cases import (
     assert_same_bits,
     shipped_rows,
 )
+from tests.kda.test_sequences import as_batch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_every_length_is_exact(backend: Backend, seed: int, length: int) -> None:
-    case = backend.case(seed, (length,))
-    assert_result(case, *backend.chunk(case))
+BATCHES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    *(((length,), {}) for length in LENGTHS),
+    ((1000,), {"regime": "weak"}),  # without a drift
+    *(
+        ((130,), {"regime": x, "key_dim": 128, "value_dim": 128, "dtype": dtype})
+        for x in REGIMES
+        for dtype in (torch.bfloat16, torch.float32)
+    ),
+    *(((100,), {"regime": x, "gate": gate}) for x in REGIMES for gate in ("log", "bounded")),
+    *(((0, 70, 0, 0, 64, 1, 17, 0), {"heads": 2, "dtype": dtype}) for dtype in DTYPES),
+]
 
 
-def test_a_thousand_tokens_do_not_drift(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (1000,), regime="weak")
-    assert_result(case, *backend.chunk(case))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("regime", REGIMES)
-def test_every_gate_regime_is_exact_at_head_dimension_128(
-    backend: Backend, seed: int, regime: str, dtype: torch.dtype
+@pytest.mark.parametrize(("lengths", "model"), BATCHES, ids=str)
+def test_every_kind_of_batch_is_exact(
+    backend: Backend, seed: int, lengths: tuple[int, ...], model: dict[str, Any]
 ) -> None:
-    case = backend.case(seed, (130,), regime=regime, key_dim=128, value_dim=128, dtype=dtype)
-    assert_result(case, *backend.chunk(case))
-
-
-@pytest.mark.parametrize("gate", ["log", "bounded"])
-@pytest.mark.parametrize("regime", REGIMES)
-def test_every_gate_regime_is_exact_for_other_gates(
-    backend: Backend, seed: int, regime: str, gate: str
-) -> None:
-    case = backend.case(seed, (100,), regime=regime, gate=gate)
-    assert_result(case, *backend.chunk(case))
-
-
-def test_gate_without_bias(backend: Backend, seed: int) -> None:
-    case = dataclasses.replace(backend.case(seed, (70,)), dt_bias=None)
+    case = backend.case(seed, lengths, **model)
     assert_result(case, *backend.chunk(case))
 
 
@@ -64,12 +53,6 @@ def test_gate_parameters_in_the_shapes_and_dtypes_of_engines(backend: Backend, s
         case, a_log=case.a_log.bfloat16().view(1, 1, 2, 1), dt_bias=case.dt_bias.bfloat16().view(-1)
     )
     assert_result(as_engines, *backend.chunk(as_engines))
-
-
-@pytest.mark.parametrize("beta", ["given", "twice_sigmoid"])
-def test_every_kind_of_beta(backend: Backend, seed: int, beta: str) -> None:
-    case = backend.case(seed, (70, 20), beta=beta)
-    assert_result(case, *backend.chunk(case))
 
 
 def test_step_sizes_near_two_of_one_key_beside_flas_roundings(kernels: Backend, seed: int) -> None:
@@ -109,29 +92,11 @@ def of_flas_roundings(case: Case) -> torch.Tensor:
     return state[None]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_normalised_keys_are_left_alone_without_l2norm(
-    backend: Backend, seed: int, dtype: torch.dtype
-) -> None:
-    case = backend.case(seed, (70,), l2norm=False, dtype=dtype)
-    doubled = dataclasses.replace(case, q=2.0 * case.q)
-    for each in (case, doubled):
-        assert_result(each, *backend.chunk(each))
-
-
 def test_scale_multiplies_the_output_only(backend: Backend, seed: int) -> None:
     case = backend.case(seed, (70,), scale=3.0)
     assert_result(case, *backend.chunk(case))
     unit = dataclasses.replace(case, scale=1.0)
     assert_same_bits("state", backend.chunk(case)[1], backend.chunk(unit)[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ragged_batches_with_empty_sequences(
-    backend: Backend, seed: int, dtype: torch.dtype
-) -> None:
-    case = backend.case(seed, (0, 70, 0, 0, 64, 1, 17, 0), heads=2, dtype=dtype)
-    assert_result(case, *backend.chunk(case))
 
 
 @pytest.mark.parametrize("gate_dtype", DTYPES)
@@ -143,40 +108,18 @@ def test_gate_and_beta_may_have_their_own_dtype(
     assert_result(case, *backend.chunk(case))
 
 
-@pytest.mark.parametrize("cu_dtype", [torch.int32, torch.int64])
-def test_cu_seqlens_of_either_width(backend: Backend, seed: int, cu_dtype: torch.dtype) -> None:
-    case = backend.case(seed, (70, 0, 9))
-    cu_seqlens = case.cu_seqlens.to(cu_dtype)
-    assert_result(case, *backend.chunk(case, cu_seqlens=cu_seqlens))
-    exact = backend.chunk(case, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens.cpu())
-    assert_result(case, *exact)
-
-
-@pytest.mark.parametrize("length", [1, 70])
-def test_equal_lengths_as_a_batch(backend: Backend, seed: int, length: int) -> None:
-    case = backend.case(seed, (length, length, length), heads=2)
-    rows = {name: getattr(case, name)[0].unflatten(0, (3, length)) for name in TOKEN_FIELDS}
-    batch = dataclasses.replace(case, **rows)
-    o, state = backend.chunk(batch, cu_seqlens=None)
-    assert o.shape == batch.v.shape
-    assert_result(case, o, state)
-
-
 def test_rows_of_a_batch_need_not_be_packed(backend: Backend, seed: int) -> None:
     case = backend.case(seed, (20, 20))
-    rows = {}
+    batch, rows = as_batch(case), {}
     for name in TOKEN_FIELDS:
-        wide = torch.full_like(getattr(case, name)[0].unflatten(0, (2, 20)), torch.nan)
-        wide = torch.cat([wide, wide], 1)
-        wide[:, :20] = getattr(case, name)[0].unflatten(0, (2, 20))
-        rows[name] = wide[:, :20]
+        own = getattr(batch, name)
+        rows[name] = torch.cat([own, torch.full_like(own, torch.nan)], 1)[:, :20]
     assert_result(case, *backend.chunk(dataclasses.replace(case, **rows), cu_seqlens=None))
 
 
 def test_batch_of_zero_length_rows_hands_the_state_on(backend: Backend, seed: int) -> None:
     case = backend.case(seed, (0, 0))
-    rows = {name: getattr(case, name)[0].unflatten(0, (2, 0)) for name in TOKEN_FIELDS}
-    o, state = backend.chunk(dataclasses.replace(case, **rows), cu_seqlens=None)
+    o, state = backend.chunk(as_batch(case), cu_seqlens=None)
     assert o.shape[:2] == (2, 0)
     assert_same_bits("state", state, case.state)
 
@@ -195,28 +138,6 @@ def test_a_batch_without_rows_does_nothing(backend: Backend, seed: int, length: 
     assert chunk_states.shape[0] == 0
 
 
-def packed_views(case: Case) -> tuple[Case, torch.Tensor]:
-    """The tokens as views of one packed tensor [T, q | k | v | g | beta], as engines split it."""
-    columns = [getattr(case, name)[0].flatten(1) for name in TOKEN_FIELDS]
-    packed = torch.cat([*columns, torch.full_like(columns[0], torch.nan)], dim=1)
-    views = packed.split([*(c.shape[1] for c in columns), columns[0].shape[1]], dim=1)
-    shaped = {
-        name: view.unflatten(1, getattr(case, name).shape[2:])[None]
-        for name, view in zip(TOKEN_FIELDS, views, strict=False)
-    }
-    return dataclasses.replace(case, **shaped), packed
-
-
-def test_split_views_of_one_packed_tensor(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70, 9), heads=2, dims="uneven")
-    views, _ = packed_views(case)
-    assert not views.k.is_contiguous() and views.k.stride(1) == views.v.stride(1) > 96
-    o, state = backend.chunk(views)
-    want_o, want_state = backend.chunk(case)
-    backend.assert_same("output", o, want_o)
-    backend.assert_same("state", state, want_state)
-
-
 def test_interleaved_heads_and_strided_channels(backend: Backend, seed: int) -> None:
     """Heads outside tokens, channels two apart: what cannot be read in place is copied."""
     case = backend.case(seed, (70, 9), heads=2)
@@ -229,19 +150,6 @@ def test_interleaved_heads_and_strided_channels(backend: Backend, seed: int) -> 
         beta=case.beta.transpose(1, 2).contiguous().transpose(1, 2),
     )
     backend.assert_same("output", backend.chunk(odd)[0], backend.chunk(case)[0])
-
-
-def test_output_may_replace_v(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70, 9), heads=2)
-    want, want_state = backend.chunk(case)
-    views, packed = packed_views(case)
-    before = packed.clone()
-    o, state = backend.chunk(views, out=views.v)
-    assert o.data_ptr() == views.v.data_ptr()
-    backend.assert_same("output", o, want)
-    backend.assert_same("state", state, want_state)
-    views.v.copy_(case.v)
-    assert_same_bits("q, k, g and beta", packed, before)
 
 
 @pytest.mark.parametrize("state_v_first", [True, False])
@@ -271,9 +179,8 @@ def test_intermediate_states_are_those_before_each_chunk(
 
 def test_intermediate_states_of_a_batch_have_its_rows(backend: Backend, seed: int) -> None:
     case = backend.case(seed, (70, 70))
-    rows = {name: getattr(case, name)[0].unflatten(0, (2, 70)) for name in TOKEN_FIELDS}
     _, _, chunk_states = backend.chunk(
-        dataclasses.replace(case, **rows), cu_seqlens=None, return_intermediate_states=True
+        as_batch(case), cu_seqlens=None, return_intermediate_states=True
     )
     assert chunk_states.shape == (2, 2, *case.state.shape[1:])
     for n in range(2):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
+import torch
 
 from backend_core.testing.numerics import poisoned
+from kda_backend.testing.cases import TOKEN_FIELDS, Case
 from tests.kda.cases import Backend, Run, assert_close, assert_result, assert_same_bits
 
 
@@ -18,18 +23,95 @@ def test_every_head_dimension(
     assert_result(case, *run(case))
 
 
-@pytest.mark.parametrize(("heads", "value_heads"), [(1, 3), (2, 4)])
-def test_grouped_value_heads(
-    backend: Backend, run: Run, seed: int, heads: int, value_heads: int
+MODELS: dict[str, dict[str, Any]] = {
+    "log decays, given beta": {"gate": "log", "beta": "given"},
+    "log decays, twice": {"gate": "log", "beta": "twice_sigmoid"},
+    "bounded gate, given beta": {"gate": "bounded", "beta": "given"},
+    "bounded gate, twice": {"gate": "bounded", "beta": "twice_sigmoid"},
+    "bounded gate of rate one": {"gate": "bounded", "with_a_log": False},
+    "grouped values": {"heads": 2, "value_heads": 4},
+    "three values of a key": {"heads": 1, "value_heads": 3},
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_kind_of_model(backend: Backend, run: Run, seed: int, model: dict[str, Any]) -> None:
+    case = backend.case(seed, lengths_of(run), **model)
+    assert_result(case, *run(case))
+
+
+def test_a_gate_without_bias(backend: Backend, run: Run, seed: int) -> None:
+    case = dataclasses.replace(backend.case(seed, lengths_of(run)), dt_bias=None)
+    assert_result(case, *run(case))
+
+
+@pytest.mark.parametrize("l2norm", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scale_and_norm(
+    backend: Backend, run: Run, seed: int, l2norm: bool, dtype: torch.dtype
 ) -> None:
-    case = backend.case(seed, lengths_of(run), heads=heads, value_heads=value_heads)
-    assert_result(case, *run(case))
+    case = backend.case(seed, lengths_of(run), l2norm=l2norm, scale=3.0, dtype=dtype)
+    doubled = dataclasses.replace(case, q=2.0 * case.q)
+    for each in (case, doubled):
+        assert_result(each, *run(each))
 
 
-def test_bounded_gate_without_a_log_has_rate_one(backend: Backend, run: Run, seed: int) -> None:
-    case = backend.case(seed, lengths_of(run)[:1], gate="bounded", with_a_log=False)
-    assert case.a_log is None
-    assert_result(case, *run(case))
+@pytest.mark.parametrize("cu_dtype", [torch.int32, torch.int64])
+def test_offsets_of_either_width(
+    backend: Backend, run: Run, seed: int, cu_dtype: torch.dtype
+) -> None:
+    case = backend.case(seed, (0, *lengths_of(run), 0), heads=2)
+    cu_seqlens = case.cu_seqlens.to(cu_dtype)
+    assert_result(case, *run(case, cu_seqlens=cu_seqlens))
+    if run.__name__ == "chunk":
+        exact = run(case, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens.cpu())
+        assert_result(case, *exact)
+
+
+@pytest.mark.parametrize("is_single", [True, False])
+def test_equal_lengths_as_a_batch(backend: Backend, run: Run, seed: int, is_single: bool) -> None:
+    length = 1 if is_single else lengths_of(run)[0]
+    case = backend.case(seed, (length,) * 3, heads=2)
+    batch = as_batch(case)
+    o, state = run(batch, cu_seqlens=None)
+    assert o.shape == batch.v.shape
+    assert_result(case, o, state)
+
+
+def as_batch(case: Case) -> Case:
+    """Equal lengths as rows of a batch instead of one packed row."""
+    rows = {
+        name: getattr(case, name)[0].unflatten(0, (len(case.lengths), case.lengths[0]))
+        for name in TOKEN_FIELDS
+    }
+    return dataclasses.replace(case, **rows)
+
+
+def test_views_of_one_packed_tensor_and_an_output_in_place_of_v(
+    backend: Backend, run: Run, seed: int
+) -> None:
+    """As engines split it: [T, q | k | v | g | beta], and columns of others."""
+    case = backend.case(seed, lengths_of(run), heads=2, dims="uneven")
+    columns = [getattr(case, name)[0].flatten(1) for name in TOKEN_FIELDS]
+    packed = torch.cat([*columns, torch.full_like(columns[0], torch.nan)], dim=1)
+    shaped = {
+        name: view.unflatten(1, getattr(case, name).shape[2:])[None]
+        for name, view in zip(
+            TOKEN_FIELDS,
+            packed.split([c.shape[1] for c in (*columns, columns[0])], 1),
+            strict=False,
+        )
+    }
+    views, before = dataclasses.replace(case, **shaped), packed.clone()
+    assert not views.k.is_contiguous()
+    want, want_state = run(case)
+    for options in ({}, {"out": views.v}):
+        o, state = run(views, **options)
+        backend.assert_same("output", o, want)
+        backend.assert_same("state", state, want_state)
+    assert o.data_ptr() == views.v.data_ptr()
+    views.v.copy_(case.v)
+    assert_same_bits("q, k, g and beta", packed, before)
 
 
 def test_state_layouts_are_transposes(backend: Backend, run: Run, seed: int) -> None:

@@ -89,36 +89,21 @@ class Draft:
         assert_same_bits("committed windows", self.pools.window_memory, self.before.window_memory)
 
 
-@pytest.mark.parametrize("conv", [True, False])
-@pytest.mark.parametrize("norm", [True, False])
+DRAFTS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    *((LENGTHS, {"has_conv": x, "has_norm": y}) for x in (True, False) for y in (True, False)),
+    ((2, 2), {}),
+    ((8, 8), {}),
+    ((2, 1), {"gate": "bounded", "beta_kind": "given", "l2norm": False, "has_bias": False}),
+    ((2, 1), {"heads": 2, "value_heads": 4, "has_conv": False, "key_dim": 24, "value_dim": 40}),
+    *(((2, 1), {"pool_dtype": dtype}) for dtype in (torch.bfloat16, torch.float16)),
+]
+
+
+@pytest.mark.parametrize(("lengths", "model"), DRAFTS, ids=str)
 def test_a_draft_leaves_the_pools_untouched(
-    backend: Backend, seed: int, conv: bool, norm: bool
+    backend: Backend, seed: int, lengths: tuple[int, ...], model: dict[str, Any]
 ) -> None:
-    draft = Draft(backend, seed, LENGTHS, heads=1, has_conv=conv, has_norm=norm)
-    draft.assert_kept(draft.run(backend))
-
-
-@pytest.mark.parametrize("tokens", [2, 8])
-def test_equally_long_drafts(backend: Backend, seed: int, tokens: int) -> None:
-    draft = Draft(backend, seed, (tokens, tokens), heads=1)
-    draft.assert_kept(draft.run(backend))
-
-
-def test_gates_and_norms_of_other_models(backend: Backend, seed: int) -> None:
-    model = {"gate": "bounded", "beta_kind": "given", "l2norm": False, "has_bias": False}
-    draft = Draft(backend, seed, (2, 1), heads=1, **model)
-    draft.assert_kept(draft.run(backend))
-
-
-def test_grouped_values_and_other_dimensions(backend: Backend, seed: int) -> None:
-    model = {"heads": 1, "value_heads": 2, "has_conv": False, "key_dim": 24, "value_dim": 40}
-    draft = Draft(backend, seed, (2, 1), **model)
-    draft.assert_kept(draft.run(backend))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_states_of_16_bits(backend: Backend, seed: int, dtype: torch.dtype) -> None:
-    draft = Draft(backend, seed, (2, 1), heads=1, pool_dtype=dtype)
+    draft = Draft(backend, seed, lengths, **{"heads": 1, **model})
     draft.assert_kept(draft.run(backend))
 
 

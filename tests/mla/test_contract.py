@@ -101,14 +101,7 @@ def test_lengths_that_cannot_be(lengths: torch.Tensor, message: str) -> None:
         MlaPlanner(forced(SPEC, "torch")).plan(lengths)
 
 
-def test_a_plan_is_written_again_for_its_own_lengths_only() -> None:
-    planner = MlaPlanner(forced(SPEC, "torch"))
-    plan = planner.plan(torch.ones(2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="out must be a plan of the same lengths tensor"):
-        planner.plan(torch.ones(2, dtype=torch.int32), out=plan)
-
-
-def test_a_plan_is_written_again_by_a_planner_of_the_same_query_tokens() -> None:
+def test_a_plan_is_written_again_for_its_lengths_and_query_tokens_only() -> None:
     lengths = torch.full((2,), 1000, dtype=torch.int32)
     own = MlaPlanner(forced(SPEC, "torch"))
     other = MlaPlanner(forced(MlaSpec(4, 64, query_tokens=2), "torch"))
@@ -119,6 +112,8 @@ def test_a_plan_is_written_again_by_a_planner_of_the_same_query_tokens() -> None
         assert torch.equal(plan.work, before)
     plan = own.plan(lengths)
     assert own.plan(lengths, out=plan) is plan
+    with pytest.raises(ValueError, match="out must be a plan of the same lengths tensor"):
+        own.plan(lengths.clone(), out=plan)
 
 
 def test_a_plan_of_inference_mode_is_written_again_outside_of_it() -> None:

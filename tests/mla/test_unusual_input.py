@@ -89,20 +89,15 @@ def test_what_a_cpu_finds_wrong_in_a_table(page: int | None, width: int, message
 @pytest.mark.interpreter
 def test_heads_far_apart_are_refused() -> None:
     """Triton's kernels count from head to head in int32. The memory is never touched."""
+    memory = torch.empty(2**31 + 512, dtype=torch.bfloat16)
     case = make_case(MlaSpec(3, 64), [70])
-    memory = torch.empty(2**31 + 64, dtype=torch.bfloat16)
     case.q_rope = memory.as_strided(case.q_rope.shape, (0, 0, 2**30, 1))
     with pytest.raises(ValueError, match=r"q_rope must span fewer than 2\*\*31 elements"):
         run(case, "triton")
-
-
-@pytest.mark.interpreter
-def test_heads_of_sparse_mla_far_apart_are_refused() -> None:
-    case = sparse.make_case(3, [(64, 40, [40])], requests=1)
-    memory = torch.empty(2**31 + 512, dtype=torch.bfloat16)
-    case.q = memory.as_strided(case.q.shape, (0, 0, 2**30, 1))
+    named = sparse.make_case(3, [(64, 40, [40])], requests=1)
+    named.q = memory.as_strided(named.q.shape, (0, 0, 2**30, 1))
     with pytest.raises(ValueError, match=r"q must span fewer than 2\*\*31 elements"):
-        sparse.run_case(case, forced(case.spec, "triton"))
+        sparse.run_case(named, forced(named.spec, "triton"))
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"], indirect=True)
@@ -129,6 +124,7 @@ def test_hopper_refuses_rows_that_its_copies_cannot_fetch(
             return lambda *launch, **options: pytest.fail("a kernel was launched")
 
         monkeypatch.setattr(module, "CudaKernel", kernel)
+    monkeypatch.setattr(mla_sm90, "_maps", lambda cache: pytest.fail("the driver was asked"))
     combine._sm90_kernel.cache_clear()
     case = make_case(MlaSpec(2, 64), [70, 200])
     selection = forced(case.spec, "sm90")
@@ -155,10 +151,22 @@ def test_hopper_refuses_rows_that_its_copies_cannot_fetch(
     combine._sm90_kernel.cache_clear()
 
 
-@pytest.mark.interpreter
-def test_alignment_is_asked_before_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla_sm90, "_maps", lambda cache: pytest.fail("the driver was asked"))
-    test_hopper_refuses_rows_that_its_copies_cannot_fetch("q_rope", monkeypatch)
+def test_a_tensor_map_is_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address that is used again with another shape gets a map of its own."""
+    made: list[tuple[object, ...]] = []
+
+    def record(*arguments: object) -> tuple[int, ...]:
+        made.append(arguments)
+        return (len(made),)
+
+    monkeypatch.setattr(mla_sm90, "_tensor_map", record)
+    mla_sm90._encode.cache_clear()
+    memory = torch.zeros(8 * 64 * 576, dtype=torch.bfloat16)
+    large = memory.view(8, 64, 576)[..., :512]
+    few, narrow = large[:4], memory.view(16, 32, 576)[..., :512]
+    maps = [mla_sm90._maps(cache) for cache in (large, few, narrow, large)]
+    mla_sm90._encode.cache_clear()
+    assert maps[0] == maps[3] and len(set(maps)) == 3 and len(made) == 6
 
 
 @pytest.mark.parametrize("path", ["torch"], indirect=True)
@@ -195,25 +203,19 @@ def cascade(device: torch.device, seed: int) -> torch.Tensor:
     return wrapper.run(q, cache)
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_a_cascade_takes_no_default_dtype(
-    device: torch.device, seed: int, default: torch.dtype
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"])
+def test_a_cascade_takes_no_default_dtype_or_device(
+    device: torch.device, seed: int, default: torch.dtype | str
 ) -> None:
     want = cascade(device, seed)
-    torch.set_default_dtype(default)
     try:
+        if isinstance(default, str):
+            torch.set_default_device(default)
+        else:
+            torch.set_default_dtype(default)
         got = cascade(device, seed)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(got, want)
-
-
-def test_a_cascade_takes_no_default_device(device: torch.device, seed: int) -> None:
-    want = cascade(device, seed)
-    torch.set_default_device("meta")
-    try:
-        got = cascade(device, seed)
-    finally:
         torch.set_default_device(None)
     assert torch.equal(got, want)
 

@@ -25,7 +25,6 @@ from sglang.srt.layers.attention import deepseek_v4_backend as v4_backend
 from sglang.srt.layers.attention.dsv4 import dsv41_sparse as sparse
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import publish
 
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
@@ -35,8 +34,7 @@ from dsv4_backend.engines import sglang_v41 as adapter
 from dsv4_backend.testing import v41 as kit
 from dsv4_backend.testing.engine import Chunk
 from dsv4_backend.testing.oracle import within_one_code
-from tests.engines.dsv4.sglang.harness import server_args
-from tests.engines.kda.sglang.harness import one_rank
+from tests.engines.dsv4.sglang.harness import real_pool
 
 GROUPS, HIDDEN, REQUESTS = 128, 64, 3
 LAYERS = {2: 1, 1: 3}  # by ratio, those that make latents
@@ -123,31 +121,13 @@ class Served:
     """A source layer of each ratio in sglang's pool, and steps through sglang's own entry."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ours: bool, drafts: int = 0) -> None:
-        publish(server_args(), role="test")
-        one_rank()
         monkeypatch.setattr(
             pools,
             "resolve_compress_state_ring_size",
             lambda ratio: pools.get_compress_state_ring_size(ratio, drafts),
         )
-        given = ("swa_size", "c4_size", "c128_size", "c4_state_pool_size", "c128_state_pool_size")
-        self.pool = pools.DeepSeekV4TokenToKVPool(
-            **dict.fromkeys(given, 256),
-            max_num_reqs=REQUESTS,
-            page_size=PAGE,
-            swa_page_size=PAGE,
-            dtype=torch.float8_e4m3fn,
-            c4_state_dtype=torch.float32,
-            c128_state_dtype=torch.float32,
-            qk_nope_head_dim=448,
-            qk_rope_head_dim=64,
-            indexer_head_dim=128,
-            layer_num=4,
-            device="cpu",
-            enable_memory_saver=False,
-            compression_ratios=[0, 2, 2, 1],
-            kv_source_layers=[1, 3],
-            full_size=PAGE * REQUESTS,
+        self.pool = real_pool(
+            (0, 2, 2, 1), kv_source_layers=list(LAYERS.values()), full_size=PAGE * REQUESTS
         )
         self.backend = object.__new__(v4_backend.DeepseekV4AttnBackend)
         self.backend.token_to_kv_pool = self.pool
@@ -460,7 +440,13 @@ def test_what_is_not_served_stays_sglangs_and_is_named(
         flag._install_v41(served.backend, None)
 
 
-@pytest.mark.parametrize("what", ["one eps", "no indexer's keys", "is not replaced", "RoPE"])
+def test_another_width_of_rope_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Served(monkeypatch, True).layers[2]
+    layer.indexer.rope_head_dim = 32
+    assert adapter._unserved(layer) == "RoPE must turn 64 channels, got 64 and 32"
+
+
+@pytest.mark.parametrize("what", ["one eps", "no indexer's keys", "is not replaced"])
 def test_a_layer_that_is_not_served_stays_sglangs(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str], what: str
 ) -> None:
@@ -471,17 +457,10 @@ def test_a_layer_that_is_not_served_stays_sglangs(
                 layer.indexer.k_norm.eps = 1e-6
             elif what == "no indexer's keys":
                 layer.indexer.owns_k = False
-            elif what == "RoPE":
-                layer.indexer.rope_head_dim = 32
             else:
                 layer.indexer.k_norm = type("Norm", (sparse.RMSNorm,), {})(128, 1e-6)
-        if what == "RoPE":
-            continue
         for chunks in STEPS:
             served.run(chunks)
-    if what == "RoPE":
-        assert adapter._unserved(ours.layers[2]) == "RoPE must turn 64 channels, got 64 and 32"
-        return
     lines = [line for line in log_lines if what in line]
     assert len(lines) in (1, 2)
     for ratio in LAYERS:

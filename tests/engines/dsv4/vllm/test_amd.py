@@ -82,21 +82,23 @@ def test_the_engines_steps_give_the_definitions_state_and_records(
     check(step, serve(step, STEPS_C4, config))
 
 
+@pytest.mark.parametrize(
+    ("n_per_tile", "reason"),
+    [
+        (16, "aiter's MXFP4 pages must have tiles of (32, 16, 2), got (16, 16, 4)"),
+        (0, "aiter does not say how its MXFP4 pages lie"),
+    ],
+)
 def test_other_tiles_stay_upstreams(
-    aiters: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+    aiters: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    log_lines: list[str],
+    n_per_tile: int,
+    reason: str,
 ) -> None:
-    answer(monkeypatch, n_per_tile=16)
+    answer(monkeypatch, n_per_tile=n_per_tile)
     assert type(build(engine_config(flag=True), FORMAT, cls=aiters)) is aiters
-    reason = "aiter's MXFP4 pages must have tiles of (32, 16, 2), got (16, 16, 4)"
     assert any(reason in line for line in log_lines)
-
-
-def test_an_aiter_that_says_nothing_stays_upstreams(
-    aiters: Any, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
-) -> None:
-    answer(monkeypatch, n_per_tile=0)
-    assert type(build(engine_config(flag=True), FORMAT, cls=aiters)) is aiters
-    assert any("aiter does not say how its MXFP4 pages lie" in line for line in log_lines)
 
 
 def test_caches_that_cannot_be_served_end_the_engine(aiters: Any) -> None:

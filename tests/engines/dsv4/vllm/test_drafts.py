@@ -14,7 +14,6 @@ import torch
 
 from backend_core.engines import entry
 from dsv4_backend import reference
-from dsv4_backend.engines import vllm_compressor
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
 from tests.dsv4.cases import make_history
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config
@@ -102,26 +101,3 @@ def test_rejected_drafts_leave_no_trace_in_what_later_tokens_see(
             assert torch.equal(ours, wanted)
     assert not plain.rejected and drafted.rejected > 10
     check(drafted.step, drafted.histories)  # the definition, and nothing else was written
-
-
-def test_a_step_that_verifies_drafts_has_a_plan_of_several_tokens() -> None:
-    run = Run("indexer_fp8", 4, [29, 40, 17], DRAFTS)
-    run.prompts()
-    plans = [type(plan).__name__ for plan, _ in run.decode().plans.values()]
-    assert plans == ["PagedPrefill"]
-
-
-def test_a_decode_plan_for_drafts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("indexer_fp8", 4, [29, 40, 17], DRAFTS)
-    run.prompts()
-    plan = vllm_compressor._plan
-
-    def of_one_token(compressor: Any, states: Any, *rest: Any) -> Any:
-        states.max_query_len = 1
-        return plan(compressor, states, *rest)
-
-    monkeypatch.setattr(vllm_compressor, "_plan", of_one_token)
-    while run.unfinished():
-        run.decode()
-    with pytest.raises(AssertionError):
-        check(run.step, run.histories)

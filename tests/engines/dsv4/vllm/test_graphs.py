@@ -192,25 +192,3 @@ def test_a_full_graph_of_decodes_verifies_drafts(monkeypatch: pytest.MonkeyPatch
     assert places == [TOKENS - 3, TOKENS - 3]
     graph.replay(histories, [(r, a, TOKENS) for r, a in enumerate(places)])  # all are accepted
     check(graph.step, histories)
-
-
-def test_a_decode_plan_in_a_graph_of_any_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault that was: the plan of the dummy batch, whatever replays it."""
-    graph = Graph(monkeypatch, 1024)
-    metadata = graph.dummy_metadata(full=False, max_query_len=None)
-    metadata.replays_decodes_alone = True
-    assert graph.capture(metadata) == "PagedDecode"
-    with pytest.raises(AssertionError):
-        check_replays(graph)
-
-
-def test_a_plan_kept_from_before_the_capture_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other: ends of windows that the graph never derives anew."""
-    graph = Graph(monkeypatch, 4)
-    metadata = graph.dummy_metadata(full=False, max_query_len=None)
-    graph.run(metadata)
-    metadata.plans.update({(*key[:3], True): plan for key, plan in metadata.plans.items()})
-    assert graph.capture(metadata) == "PagedPrefill"
-    assert [call[0].__name__ for call in graph.calls] == ["compress_prefill_"]
-    with pytest.raises(AssertionError):
-        check_replays(graph)

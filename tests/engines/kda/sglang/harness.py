@@ -11,14 +11,17 @@ import contextlib
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
+from types import MethodType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.attention import attention_registry
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -28,6 +31,7 @@ from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import prepare_server_args
 from torch.overrides import TorchFunctionMode
 
+from backend_core.target import KNOWN_TARGETS
 from tests.engines.kda.weights import (
     CHECKPOINT,
     DIM,
@@ -103,6 +107,45 @@ def one_rank() -> None:
         tp_size=1, tp_rank=0, attn_tp_size=1, attn_tp_rank=0, attn_dp_size=1
     )
     _open.enter_context(ranks)
+
+
+def kernels_of_an_a100(device: torch.device, shape: Any) -> Any:
+    from kda_backend.selection import select
+
+    return select(KNOWN_TARGETS["A100"], shape)
+
+
+@contextlib.contextmanager
+def on_an_a100() -> Iterator[None]:
+    """Servers have the kernels that an A100's table chooses; the interpreter compiles nothing."""
+    from kda_backend.engines import sglang_layer  # a process may have no use
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
+        patch.setattr(sglang_layer, "compile_kernels", lambda *_: None)
+        yield
+
+
+def pools_of(arguments: Any, model_config: Any, gib: float, **changes: Any) -> Any:
+    """What sizes sglang's pools, once it has sized those of the states for so much memory."""
+    sizes = {"attn_dp_size": 1, "pp_size": 1}
+    fields = {
+        "server_args": arguments,
+        "model_config": model_config,
+        "mambaish_config": mambaish_config(model_config),
+        "spec_algorithm": SimpleNamespace(is_none=lambda: True),
+        "hybrid_gdn_config": None,
+        "hybrid_kda_config": None,
+        "extra_mamba_cache_bytes_per_req": 0,
+        "fused_entry_bytes": lambda kind: None,
+        "ps": SimpleNamespace(**sizes),
+        **sizes,
+    }
+    found = SimpleNamespace(**{**fields, **changes})
+    for name in ("_calculate_mamba_ratio", "_handle_max_mamba_cache", "resolve_max_num_reqs"):
+        setattr(found, name, MethodType(getattr(KVCacheConfigurator, name), found))
+    found._handle_max_mamba_cache(gib)
+    return found
 
 
 class Served:

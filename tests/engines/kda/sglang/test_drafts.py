@@ -2,11 +2,13 @@
 
 sglang makes the metadata, the buffers and, once tokens are accepted, the copies into its pools.
 Results are compared with the definition in float64 and with sglang's own kernels, which run in the
-interpreter too. Kimi-K3's layers also hand over the norm of their output.
+interpreter too. Kimi-K3's layers also hand over the norm of their output. `test_records` runs the
+tests of steps with a server that keeps records.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -26,16 +28,17 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
-from kda_backend.engines import sglang_layer, sglang_verify
+from kda_backend.engines import sglang_layer, sglang_records, sglang_verify
 from kda_backend.selection import KdaShape
 from tests.engines.kda.sglang.device_graph import DeviceGraph
-from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served
+from tests.engines.kda.sglang.harness import LAYERS, Served, on_an_a100
 from tests.engines.kda.sglang.test_layer import (
     HIDDEN,
     STATE_TOLERANCE,
     TOLERANCE,
+    check_pools,
     definitions,
-    kernels_of_an_a100,
+    pools,
     tokens,
 )
 from tests.engines.kda.weights import CHECKPOINT, Definition
@@ -56,10 +59,8 @@ def options(topk: int = 1, *more: str) -> list[str]:
 @pytest.fixture(scope="module", params=["torch", "triton"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """A server that drafts; ``triton``: with the kernels that an A100's table chooses."""
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        if request.param == "triton":
-            patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
-            patch.setattr(sglang_layer, "compile_kernels", lambda *_: None)  # they are interpreted
+    kernels = on_an_a100() if request.param == "triton" else contextlib.nullcontext()
+    with kernels, torch.no_grad():
         yield Served(*options())
 
 
@@ -114,20 +115,22 @@ def states_after(requests: list[Definition], x: torch.Tensor, lengths: Sequence[
     return torch.cat(outputs), after
 
 
-def pools(served: Served) -> list[list[torch.Tensor]]:
-    return [[pool.clone() for pool in served.states(layer)] for layer in range(len(LAYERS))]
-
-
-def buffers(served: Served, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[rows, DRAFT, 3, C]`` windows and ``[rows, DRAFT, HV, V, K]`` states of a layer."""
+def buffers(served: Served, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``[rows, DRAFT, 3, C]`` windows of a layer and ``[rows, DRAFT, HV, V, K]`` states, if any."""
     cache = served.pool.mamba2_layer_cache(LAYERS[layer])
     return cache.intermediate_conv_window[0], cache.intermediate_ssm
 
 
 def clear_buffers(served: Served) -> None:
-    for layer in range(len(LAYERS)):
-        for buffer in buffers(served, layer):
-            buffer.fill_(torch.nan)
+    for x in kept_of(served):
+        x.fill_(torch.nan)
+
+
+def kept_of(served: Served) -> list[torch.Tensor]:
+    """What drafts are kept in: states and windows of both layers, ``[rows, ...]``, or records."""
+    if (found := sglang_records.records_of(served.backend.linear_attn_backend)) is not None:
+        return [layer for x in found.records[:2] for layer in x.unbind()]
+    return [buffer for layer in range(len(LAYERS)) for buffer in buffers(served, layer)]
 
 
 def commit(
@@ -136,28 +139,28 @@ def commit(
     tracked: Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
 ) -> None:
-    """sglang's own, by its kernels, which insist on tensors of a GPU."""
+    """As `commit_mamba_states_after_verify` calls it. sglang's kernels insist on tensors of a GPU:
+    that of the windows, and that of states, which records have none of."""
+    place = sglang_records.hybrid_linear_attn_backend
+    keeps_records = served.pool.mamba_pool.mamba_cache.intermediate_ssm is None
+    upstream = place.fused_conv_window_scatter_with_mask
+
+    def scatter(*tensors: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+            upstream(*tensors)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+        if keeps_records:
+            patch.setattr(place, "fused_conv_window_scatter_with_mask", scatter)
+        else:
+            patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         served.backend.update_mamba_state_after_mtp_verify(
             last_correct_step_indices=torch.tensor(accepted) - 1,
             mamba_track_indices=None if tracked is None else torch.tensor(tracked),
             mamba_steps_to_track=None if steps is None else torch.tensor(steps),
             model=None,
         )
-
-
-def check_pools(
-    served: Served, layer: int, want: dict[int, Definition], before: list[torch.Tensor]
-) -> None:
-    """Both states of the slots by the definition, every other slot bit for bit."""
-    conv, states = served.states(layer)
-    for slot, request in want.items():
-        assert relative_error(states[slot], request.state[0]) < STATE_TOLERANCE
-        assert relative_error(conv[slot].T, request.window) < STATE_TOLERANCE
-    others = [slot for slot in range(SLOTS + 1) if slot not in want]
-    assert torch.equal(conv[others], before[0][others])
-    assert torch.equal(states[others], before[1][others])
 
 
 def test_drafts_are_verified_and_what_is_accepted_is_kept(served: Served) -> None:
@@ -177,10 +180,11 @@ def test_drafts_are_verified_and_what_is_accepted_is_kept(served: Served) -> Non
             windows, states = buffers(served, layer)
             for row, steps in enumerate(after):
                 for step, request in enumerate(steps):
-                    assert relative_error(states[row, step], request.state[0]) < STATE_TOLERANCE
+                    if states is not None:
+                        assert relative_error(states[row, step], request.state[0]) < STATE_TOLERANCE
                     assert relative_error(windows[row, step].T, request.window) < STATE_TOLERANCE
-            assert states[3:].isnan().all() and windows[3:].isnan().all()
             kept.append([steps[n - 1] for steps, n in zip(after, accepted, strict=True)])
+        assert all(x[3:].isnan().all() for x in kept_of(served))
         commit(served, accepted)
         requests = kept
         for layer, found in enumerate(requests):
@@ -218,7 +222,8 @@ def test_drafts_of_different_lengths(served: Served) -> None:
         want, after = states_after(requests[layer], x[:7], lengths)
         assert relative_error(output[:7], want) < TOLERANCE
         assert not output[7:].any()
-        assert buffers(served, layer)[1][1, 1:].isnan().all()
+        states = buffers(served, layer)[1]
+        assert states is None or states[1, 1:].isnan().all()
         kept.append([steps[-1] for steps in after])
     commit(served, lengths)
     for layer, found in enumerate(kept):
@@ -238,8 +243,8 @@ def test_padded_requests(served: Served) -> None:
         want, _ = states_after(requests[layer], x[:DRAFT], [DRAFT])
         assert relative_error(output[:DRAFT], want) < TOLERANCE
         assert not output[DRAFT:].any()
-        assert buffers(served, layer)[1][1:].isnan().all()
         check_pools(served, layer, {}, before[layer])
+    assert all(x[1:].isnan().all() for x in kept_of(served))
 
 
 @pytest.mark.parametrize("lengths", [None, [4, 1, 2]], ids=["equal", "ragged"])
@@ -384,7 +389,7 @@ def test_a_graph_of_drafts_serves_other_requests_than_it_was_captured_with(
         pytest.skip("the torch path reads values on the host")
     served.fill_pools(seed=20)
     graph, x, outputs = capture(served)
-    assert graph.kernels.count("verify_step_kernel") == len(LAYERS)
+    assert sum("verify" in name for name in graph.kernels) == len(LAYERS)
     mapping = served.pool.req_index_to_mamba_index_mapping
     for seed, slots in enumerate(([5, 2, 9], [7], [9, 3, 5, 1]), start=21):
         number, accepted = len(slots), [2, 4, 1, 3][: len(slots)]

@@ -55,7 +55,7 @@ drafts: chain or tree, ``refusal``             of the server's arguments
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,16 +66,15 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 
 from backend_core.testing.numerics import relative_error
-from kda_backend.engines import sglang_kernel, sglang_layer
-from kda_backend.engines.sglang_kernel import KdaKernel
+from kda_backend.engines import sglang_kernel
 from tests.engines.kda.sglang.device_graph import DeviceGraph
-from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served
+from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served, on_an_a100
 from tests.engines.kda.sglang.test_layer import (
     TOLERANCE,
-    check_slots,
+    check_pools,
     definitions,
     extend_call,
-    kernels_of_an_a100,
+    pools,
     tokens,
 )
 
@@ -85,9 +84,7 @@ TRACKED = 11  # the slot that the prefix cache wants a state in
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
-        patch.setattr(sglang_layer, "compile_kernels", lambda *_: None)  # the interpreter does not
+    with on_an_a100(), torch.no_grad():
         yield Served("--attention-backend", "kda")
 
 
@@ -209,13 +206,10 @@ def check_replays(served: Served) -> None:
         for layer, output in enumerate(outputs):
             want = torch.cat([r.run(x[n : n + 1]) for n, r in enumerate(requests[layer])])
             assert relative_error(output[: len(slots)], want) < TOLERANCE
-            check_slots(served, layer, slots, requests[layer], before[layer])
+            want_slots = dict(zip(slots, requests[layer], strict=True))
+            check_pools(served, layer, want_slots, before[layer])
         eager = served.batch(ForwardMode.EXTEND, [3], [8], [4])
         served.forward(tokens(3, seed=40 + step), eager)
-
-
-def pools(served: Served) -> list[list[torch.Tensor]]:
-    return [[pool.clone() for pool in served.states(layer)] for layer in range(len(LAYERS))]
 
 
 def test_the_prefix_cache_gets_states_of_requests_that_come_later(served: Served) -> None:
@@ -231,54 +225,6 @@ def test_the_prefix_cache_gets_states_of_requests_that_come_later(served: Served
             assert not torch.equal(pool[2], was[2])
             others = [slot for slot in range(1, SLOTS + 1) if slot not in (5, 2, 9, TRACKED)]
             assert torch.equal(pool[others], was[others])
-
-
-def of_the_host(indices: torch.Tensor) -> torch.Tensor:
-    """A list that the host has read."""
-    return torch.tensor(indices.numpy().tolist(), dtype=indices.dtype)
-
-
-def kept_from_the_warm_up() -> Callable[[torch.Tensor], torch.Tensor]:
-    """A copy of the first step's, kept for those that follow."""
-    kept: list[torch.Tensor] = []
-
-    def copied(indices: torch.Tensor) -> torch.Tensor:
-        kept.append(indices.clone())
-        return kept[0]
-
-    return copied
-
-
-def only_real_rows(indices: torch.Tensor) -> torch.Tensor:
-    number = int((indices > 0).sum())
-    return torch.where(torch.arange(len(indices)) < number, indices, -1)
-
-
-@pytest.mark.parametrize(
-    ("planted", "error", "message"),
-    [
-        (of_the_host, AssertionError, "relative_error"),
-        (kept_from_the_warm_up(), AssertionError, "relative_error"),
-        (only_real_rows, RuntimeError, "reads a value on the host"),
-    ],
-    ids=["of_the_host", "kept_from_the_warm_up", "only_real_rows"],
-)
-def test_indices_of_the_capture_are_caught(
-    served: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    planted: Callable[[torch.Tensor], torch.Tensor],
-    error: type[Exception],
-    message: str,
-) -> None:
-    """Planted: slots that the graph does not read from the buffer that a replay writes."""
-    step = KdaKernel.step
-
-    def other(self: Any, *args: Any, cache_indices: torch.Tensor, **call: Any) -> torch.Tensor:
-        return step(self, *args, cache_indices=planted(cache_indices), **call)
-
-    monkeypatch.setattr(KdaKernel, "step", other)
-    with pytest.raises(error, match=message):
-        check_replays(served)
 
 
 def test_a_prefill_in_one_full_graph_is_refused_by_upstream(served: Served) -> None:

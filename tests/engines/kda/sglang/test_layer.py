@@ -6,6 +6,7 @@ tracking, norm. The paths are the torch one, and the Triton kernels under the in
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -14,12 +15,11 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from backend_core.strict import FallbackError
-from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_kernel, sglang_layer
 from kda_backend.engines.prefill_calls import divided
-from kda_backend.selection import KdaShape, select
-from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served
+from kda_backend.selection import KdaShape
+from tests.engines.kda.sglang.harness import LAYERS, SLOTS, Served, on_an_a100
 from tests.engines.kda.weights import Definition
 
 HIDDEN = 256
@@ -30,16 +30,9 @@ TOLERANCE, STATE_TOLERANCE = 2e-2, 1e-2
 @pytest.fixture(scope="module", params=["torch", "triton"])
 def served(request: pytest.FixtureRequest) -> Any:
     """A server with the flag; ``triton``: with the kernels that an A100's table chooses."""
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        if request.param == "triton":
-            patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
-            # the interpreter compiles nothing; test_warm_up.py has what is launched
-            patch.setattr(sglang_layer, "compile_kernels", lambda *_: None)
+    kernels = on_an_a100() if request.param == "triton" else contextlib.nullcontext()
+    with kernels, torch.no_grad():
         yield Served("--attention-backend", "kda")
-
-
-def kernels_of_an_a100(device: torch.device, shape: KdaShape) -> Any:
-    return select(KNOWN_TARGETS["A100"], shape)
 
 
 def tokens(number: int, seed: int) -> torch.Tensor:
@@ -72,14 +65,14 @@ def test_prefill_of_a_ragged_batch(served: Any) -> None:
     fresh = fresh_slots(served, slots, prefix)
     x = tokens(sum(new), seed=2)
     requests = [definitions(served, layer, slots, fresh) for layer in range(len(LAYERS))]
-    before = [[pool.clone() for pool in served.states(layer)] for layer in range(len(LAYERS))]
+    before = pools(served)
 
     outputs = served.forward(x, served.batch(ForwardMode.EXTEND, new, prefix, slots))
 
     for layer, output in enumerate(outputs):
         want = torch.cat([r.run(y) for r, y in zip(requests[layer], x.split(new), strict=True)])
         assert relative_error(output, want) < TOLERANCE
-        check_slots(served, layer, slots, requests[layer], before[layer])
+        check_pools(served, layer, dict(zip(slots, requests[layer], strict=True)), before[layer])
 
 
 def test_decode_with_padded_requests(served: Any) -> None:
@@ -88,7 +81,7 @@ def test_decode_with_padded_requests(served: Any) -> None:
     served.fill_pools(seed=3)
     x = tokens(5, seed=4)
     requests = [definitions(served, layer, slots, [False] * 3) for layer in range(len(LAYERS))]
-    before = [[pool.clone() for pool in served.states(layer)] for layer in range(len(LAYERS))]
+    before = pools(served)
     batch = served.batch(ForwardMode.DECODE, [1] * 5, [9] * 5, [*slots, 0, 0])
     batch._original_batch_size = 3  # the rest fills a CUDA graph's batch
 
@@ -100,7 +93,7 @@ def test_decode_with_padded_requests(served: Any) -> None:
         want = torch.cat([r.run(x[n : n + 1]) for n, r in enumerate(requests[layer])])
         assert relative_error(output[:3], want) < TOLERANCE
         assert not output[3:].any()
-        check_slots(served, layer, slots, requests[layer], before[layer])
+        check_pools(served, layer, dict(zip(slots, requests[layer], strict=True)), before[layer])
 
 
 def test_the_prefix_cache_gets_the_state_at_the_last_full_chunk(served: Any) -> None:
@@ -125,27 +118,6 @@ def test_the_prefix_cache_gets_the_state_at_the_last_full_chunk(served: Any) -> 
         assert torch.equal(states[9], states[1])
         assert relative_error(states[9], second.state[0]) < STATE_TOLERANCE
     assert kernel.supports_track_state_snapshot
-
-
-def test_the_step_plan_is_built_once_per_pass(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-    upstream = sglang_kernel.build_step_plan
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        built.append(args)
-        return upstream(*args, **kwargs)
-
-    monkeypatch.setattr(sglang_kernel, "build_step_plan", counted)
-    served.fill_pools(seed=9)
-    batch = served.batch(ForwardMode.EXTEND, [3, 2], [0, 0], [1, 2])
-    served.forward(tokens(5, seed=1), batch)
-    assert len(built) == 1
-    # the same tensors, refilled, as sglang's CUDA graphs do
-    kernel = served.dispatcher.extend_kernel
-    for layer in (0, 1):
-        pool = served.states(layer)[1].data_ptr()
-        kernel._parts(built[0][0], 5, [3, 2], pool, False, is_bucket=False)
-    assert len(built) == 2
 
 
 def test_a_step_of_many_chunks_is_several_calls(
@@ -300,18 +272,18 @@ def extend_call(served: Any) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
     return call, (q, k, v, g, beta)
 
 
-def check_slots(
-    served: Any,
-    layer: int,
-    slots: list[int],
-    requests: list[Definition],
-    before: list[torch.Tensor],
+def pools(served: Any) -> list[list[torch.Tensor]]:
+    return [[pool.clone() for pool in served.states(layer)] for layer in range(len(LAYERS))]
+
+
+def check_pools(
+    served: Any, layer: int, want: dict[int, Definition], before: list[torch.Tensor]
 ) -> None:
-    """Both states of the requests by the definition, every other slot bit for bit."""
+    """Both states of the slots by the definition, every other slot bit for bit."""
     conv, states = served.states(layer)
-    for slot, request in zip(slots, requests, strict=True):
+    for slot, request in want.items():
         assert relative_error(states[slot], request.state[0]) < STATE_TOLERANCE
         assert relative_error(conv[slot].T, request.window) < STATE_TOLERANCE
-    others = [slot for slot in range(SLOTS + 1) if slot not in slots]
+    others = [slot for slot in range(SLOTS + 1) if slot not in want]
     assert torch.equal(conv[others], before[0][others])
     assert torch.equal(states[others], before[1][others])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
-from types import MethodType, SimpleNamespace
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,35 +13,33 @@ import torch
 from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mambaish_config
 from sglang.srt.configs.mamba_utils import KimiLinearCacheParams
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_exec, get_schedule, publish
 
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
-from backend_core.testing.numerics import relative_error
-from kda_backend.engines import sglang_layer, sglang_records
+from kda_backend.engines import sglang_records
 from kda_backend.engines.draft_records import VARIABLE
 from kda_backend.engines.sglang_records import FLAG
-from tests.engines.kda.sglang.harness import LAYERS, LING, Served, one_rank, server_args
-from tests.engines.kda.sglang.test_drafts import (
-    DRAFT,
-    SIZE,
-    capture,
-    check_pools,
-    drafts,
-    options,
-    pools,
-    ragged,
-    states_after,
-    view,
+from tests.engines.kda.sglang.harness import (
+    LAYERS,
+    LING,
+    Served,
+    on_an_a100,
+    one_rank,
+    pools_of,
+    server_args,
 )
-from tests.engines.kda.sglang.test_layer import (
-    TOLERANCE,
-    definitions,
-    kernels_of_an_a100,
-    tokens,
+from tests.engines.kda.sglang.test_drafts import (  # its tests too, of this module's server
+    DRAFT,
+    drafts,
+    kept_of,
+    options,
+    test_a_graph_of_drafts_serves_other_requests_than_it_was_captured_with,  # noqa: F401
+    test_drafts_are_verified_and_what_is_accepted_is_kept,  # noqa: F401
+    test_drafts_of_different_lengths,  # noqa: F401
+    test_padded_requests,  # noqa: F401
+    test_the_prefix_cache_gets_the_state_of_an_accepted_token,  # noqa: F401
 )
 
 _POOL = HybridReqToTokenPool.mamba_pool_cls
@@ -70,141 +69,16 @@ def ling(tmp_path_factory: pytest.TempPathFactory) -> str:
 def served(request: pytest.FixtureRequest, ling: str) -> Iterator[Served]:
     """A server that keeps records; ``triton``: with the kernels that an A100's table chooses;
     ``Ling-V3``: of the layers of that model."""
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+    kernels = on_an_a100() if request.param == "triton" else contextlib.nullcontext()
+    with pytest.MonkeyPatch.context() as patch, kernels, torch.no_grad():
         restore(patch)
-        if request.param == "triton":
-            patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
-            patch.setattr(sglang_layer, "compile_kernels", lambda *_: None)  # they are interpreted
         model = ("--model-path", ling) if request.param == "Ling-V3" else ()
         yield Served(*options(1, FLAG, *model))
 
 
-def commit(
-    served: Served,
-    accepted: Sequence[int],
-    tracked: Sequence[int] | None = None,
-    steps: Sequence[int] | None = None,
-) -> None:
-    """As `commit_mamba_states_after_verify` calls it. sglang's kernel for the windows insists on
-    tensors of a GPU."""
-    upstream = sglang_records.hybrid_linear_attn_backend.fused_conv_window_scatter_with_mask
-
-    def scatter(*tensors: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-            upstream(*tensors)
-
-    with pytest.MonkeyPatch.context() as patch:
-        place = sglang_records.hybrid_linear_attn_backend
-        patch.setattr(place, "fused_conv_window_scatter_with_mask", scatter)
-        served.backend.update_mamba_state_after_mtp_verify(
-            last_correct_step_indices=torch.tensor(accepted) - 1,
-            mamba_track_indices=None if tracked is None else torch.tensor(tracked),
-            mamba_steps_to_track=None if steps is None else torch.tensor(steps),
-            model=None,
-        )
-
-
-def records(served: Served) -> Any:
-    found = sglang_records.records_of(served.backend.linear_attn_backend)
-    assert found is not None
-    return found.records
-
-
-def test_what_is_accepted_is_in_the_pools_when_a_step_ends(served: Served) -> None:
-    """Twice over, with other numbers of accepted tokens, then a decode of what has become."""
+def test_there_are_no_states_of_drafts(served: Served) -> None:
     assert served.pool.mamba_pool.mamba_cache.intermediate_ssm is None
     assert served.pool.mamba_pool.mamba_cache.replayssm_d is None
-    slots = [5, 2, 9]
-    served.fill_pools(seed=1)
-    requests = [definitions(served, layer, slots, [False] * 3) for layer in range(len(LAYERS))]
-    for accepted, seed in (([1, 4, 2], 2), ([3, 1, 4], 3)):
-        for x in records(served)[:2]:
-            x.fill_(torch.nan)
-        x, before = tokens(3 * DRAFT, seed), pools(served)
-        outputs = served.forward(x, drafts(served, slots))
-        kept = []
-        for layer, output in enumerate(outputs):
-            want, after = states_after(requests[layer], x, [DRAFT] * 3)
-            assert relative_error(output, want) < TOLERANCE
-            check_pools(served, layer, {}, before[layer])
-            kept.append([steps[n - 1] for steps, n in zip(after, accepted, strict=True)])
-        commit(served, accepted)
-        for layer, found in enumerate(kept):
-            check_pools(served, layer, dict(zip(slots, found, strict=True)), before[layer])
-        requests = kept
-    x = tokens(3, seed=4)
-    outputs = served.forward(x, served.batch(ForwardMode.DECODE, [1] * 3, [9] * 3, slots))
-    for layer, output in enumerate(outputs):
-        want = torch.cat([r.run(x[n : n + 1]) for n, r in enumerate(requests[layer])])
-        assert relative_error(output, want) < TOLERANCE
-
-
-def test_the_prefix_cache_gets_a_state_inside_of_a_draft(served: Served) -> None:
-    slots = [5, 2]
-    served.fill_pools(seed=5)
-    x, before = tokens(2 * DRAFT, seed=6), pools(served)
-    requests = [definitions(served, layer, slots, [False] * 2) for layer in range(len(LAYERS))]
-    served.forward(x, drafts(served, slots))
-    commit(served, [4, 2], tracked=[8, 0], steps=[1, -1])
-    for layer, found in enumerate(requests):
-        _, (first, second) = states_after(found, x, [DRAFT] * 2)
-        check_pools(served, layer, {5: first[3], 8: first[1], 2: second[1]}, before[layer])
-
-
-def test_drafts_of_different_lengths_and_padding(served: Served) -> None:
-    """A ragged layout, tokens of nobody, which get zeros, and a request in slot 0."""
-    slots, lengths = [3, 7, 1], [4, 1, 2]
-    served.fill_pools(seed=7)
-    x, before = tokens(10, seed=8), pools(served)
-    requests = [definitions(served, layer, slots, [False] * 3) for layer in range(len(LAYERS))]
-    outputs = served.forward(x, drafts(served, slots, ragged(lengths, 10)))
-    kept = []
-    for layer, output in enumerate(outputs):
-        want, after = states_after(requests[layer], x[:7], lengths)
-        assert relative_error(output[:7], want) < TOLERANCE
-        assert not output[7:].any()
-        kept.append([steps[-1] for steps in after])
-    commit(served, lengths)
-    for layer, found in enumerate(kept):
-        check_pools(served, layer, dict(zip(slots, found, strict=True)), before[layer])
-    batch = drafts(served, [6, 0, 0])
-    batch._original_batch_size = 1
-    kept_records = [y.clone() for y in records(served)[:2]]
-    for output in served.forward(tokens(3 * DRAFT, seed=10), batch):
-        assert output[:DRAFT].any() and not output[DRAFT:].any()
-    for got, want in zip(records(served)[:2], kept_records, strict=True):
-        assert torch.equal(got[:, 1:].nan_to_num(), want[:, 1:].nan_to_num())
-
-
-def test_a_graph_serves_other_requests_than_it_was_captured_with(served: Served) -> None:
-    if served.dispatcher.decode_kernel.selection.target.vendor == "cpu":
-        pytest.skip("the torch path reads values on the host")
-    served.fill_pools(seed=20)
-    graph, x, outputs = capture(served)
-    assert graph.kernels.count("verify_records_kernel") == len(LAYERS)
-    mapping = served.pool.req_index_to_mamba_index_mapping
-    for seed, slots in enumerate(([5, 2, 9], [9, 3, 5, 1]), start=21):
-        number, accepted = len(slots), [2, 4, 1, 3][: len(slots)]
-        before = pools(served)
-        requests = [
-            definitions(served, layer, slots, [False] * number) for layer in range(len(LAYERS))
-        ]
-        mapping[1 : number + 1] = torch.tensor(slots, dtype=mapping.dtype)
-        rows = torch.zeros(SIZE, dtype=torch.int64)
-        rows[:number] = torch.arange(1, number + 1)
-        x.copy_(tokens(SIZE * DRAFT, seed))
-        served.backend.init_forward_metadata_out_graph(view(number, rows))
-        graph.replay()
-        real, kept = number * DRAFT, []
-        for layer, output in enumerate(outputs):
-            want, after = states_after(requests[layer], x[:real], [DRAFT] * number)
-            assert relative_error(output[:real], want) < TOLERANCE
-            assert not output[real:].any()
-            kept.append([steps[n - 1] for steps, n in zip(after, accepted, strict=True)])
-        commit(served, accepted)
-        for layer, found in enumerate(kept):
-            check_pools(served, layer, dict(zip(slots, found, strict=True)), before[layer])
 
 
 def test_a_draft_that_the_operator_refuses_ends_the_server(served: Served) -> None:
@@ -225,25 +99,12 @@ def requests_of(gib: float, *more: str) -> int:
     publish(arguments, role="test")
     one_rank()
     model_config = ModelConfig.from_server_args(arguments)
-    sizes = {"attn_dp_size": 1, "pp_size": 1}
-    config = mambaish_config(model_config)
-    configurator = SimpleNamespace(
-        server_args=arguments,
-        model_config=model_config,
-        mambaish_config=config,
-        spec_algorithm=SimpleNamespace(is_none=lambda: False),
-        hybrid_gdn_config=None,
-        hybrid_kda_config=hybrid_kda_config(model_config),
-        extra_mamba_cache_bytes_per_req=0,
-        fused_entry_bytes=lambda kind: None,
-        ps=SimpleNamespace(**sizes),
-        **sizes,
-    )
-    for name in ("_calculate_mamba_ratio", "_handle_max_mamba_cache"):
-        method = getattr(KVCacheConfigurator, name)
-        setattr(configurator, name, MethodType(method, configurator))
-    configurator._handle_max_mamba_cache(gib)
-    return int(get_schedule().max_mamba_cache_size // configurator._calculate_mamba_ratio())
+    drafting = {
+        "spec_algorithm": SimpleNamespace(is_none=lambda: False),
+        "hybrid_kda_config": hybrid_kda_config(model_config),
+    }
+    pools = pools_of(arguments, model_config, gib, **drafting)
+    return int(get_schedule().max_mamba_cache_size // pools._calculate_mamba_ratio())
 
 
 @pytest.mark.parametrize("name", ["Kimi-Linear", "Ling-V3"])
@@ -259,7 +120,7 @@ def test_more_requests_run(upstreams: None, name: str, ling: str) -> None:
     params = mambaish_config(served.runner.model_config).mamba2_cache_params
     row = sglang_records.bytes_of_row(params, DRAFT, torch.bfloat16) / len(params.layers)
     rows = served.pool.size + 1
-    found = sum(x.nbytes for x in records(served)[:2])
+    found = sum(x.nbytes for x in kept_of(served))
     windows = pool.mamba_cache.intermediate_conv_window[0].untyped_storage().nbytes()
     assert found + windows == rows * row * len(LAYERS)
     # counted by slot, of which a request has three at least

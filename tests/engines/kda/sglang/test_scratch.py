@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import MethodType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import publish
 
@@ -17,8 +14,14 @@ from backend_core.engines import sglang_flag
 from backend_core.launch.triton import KernelLaunch
 from kda_backend.engines import sglang_layer, sglang_scratch
 from kda_backend.selection import KdaShape
-from tests.engines.kda.sglang.harness import Served, one_rank, server_args
-from tests.engines.kda.sglang.test_layer import kernels_of_an_a100, tokens
+from tests.engines.kda.sglang.harness import (
+    Served,
+    kernels_of_an_a100,
+    one_rank,
+    pools_of,
+    server_args,
+)
+from tests.engines.kda.sglang.test_layer import tokens
 
 CPU = torch.device("cpu")
 
@@ -78,28 +81,6 @@ def test_the_largest_call(options: tuple[str, ...], divides: bool, requests: int
     assert found == (8 if "8" in options else 8192, requests)
 
 
-def upstreams_requests(arguments: Any, model_config: Any, gib: float) -> int:
-    """``--max-running-requests`` as sglang resolves it, with so much memory for its pools."""
-    sizes = {"attn_dp_size": 1, "pp_size": 1}
-    configurator = SimpleNamespace(
-        server_args=arguments,
-        model_config=model_config,
-        mambaish_config=mambaish_config(model_config),
-        spec_algorithm=SimpleNamespace(is_none=lambda: True),
-        hybrid_gdn_config=None,
-        hybrid_kda_config=None,
-        extra_mamba_cache_bytes_per_req=0,
-        fused_entry_bytes=lambda kind: None,
-        ps=SimpleNamespace(**sizes),
-        **sizes,
-    )
-    for name in ("_calculate_mamba_ratio", "_handle_max_mamba_cache", "resolve_max_num_reqs"):
-        method = getattr(KVCacheConfigurator, name)
-        setattr(configurator, name, MethodType(method, configurator))
-    configurator._handle_max_mamba_cache(gib)
-    return int(configurator.resolve_max_num_reqs(10**9))
-
-
 @pytest.mark.parametrize("options", [(), ("--max-running-requests", "300")])
 def test_a_server_that_fp32_states_bound_is_told(
     options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -114,7 +95,8 @@ def test_a_server_that_fp32_states_bound_is_told(
         monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", dtype)
         publish(arguments, role="test")
         model_config = ModelConfig.from_server_args(arguments)
-        runs[dtype] = upstreams_requests(arguments, model_config, gib)
+        pools = pools_of(arguments, model_config, gib)
+        runs[dtype] = int(pools.resolve_max_num_reqs(10**9))
     monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")
     publish(arguments, role="test")
     runner = SimpleNamespace(

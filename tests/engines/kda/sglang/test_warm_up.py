@@ -10,9 +10,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from backend_core.launch.triton import KernelLaunch
 from kda_backend.engines import sglang_layer
-from tests.engines.kda.sglang.harness import Served
+from tests.engines.kda.sglang.harness import Served, kernels_of_an_a100
 from tests.engines.kda.sglang.test_drafts import DRAFT, drafts, options, ragged
-from tests.engines.kda.sglang.test_layer import kernels_of_an_a100, tokens
+from tests.engines.kda.sglang.test_layer import tokens
 from tests.engines.launches import Variant, variant
 
 # tokens of each request, tokens before them, requests whose state the prefix cache wants

@@ -12,12 +12,10 @@ import pytest
 import torch
 from vllm.model_executor.custom_op import op_registry_oot
 
-from backend_core.testing.numerics import relative_error
 from kda_backend.engines import vllm_seams
 from kda_backend.engines.draft_records import VARIABLE
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm.harness import (
-    DRAFT,
     NGRAM,
     bind_cache,
     check,
@@ -26,11 +24,15 @@ from tests.engines.kda.vllm.harness import (
     hidden,
     run_layer,
     step_metadata,
-    table,
 )
 from tests.engines.kda.vllm.models import MODELS, Model, build, definition_of
 from tests.engines.kda.vllm.test_checkpoints import caching_config
-from tests.engines.kda.vllm.test_models import is_ours, verify_and_commit
+from tests.engines.kda.vllm.test_models import (  # its tests too, of this module's model
+    test_chunked_prefill_continues_from_the_cache,  # noqa: F401
+    test_decodes_alone_and_beside_prefills,  # noqa: F401
+    test_drafts_are_verified_from_what_was_accepted,  # noqa: F401
+    verify_and_commit,
+)
 
 pytestmark = pytest.mark.usefixtures("in_fp32")
 MODULE = "vllm.models.kimi_k3.amd.kda"
@@ -67,21 +69,6 @@ def test_elsewhere_it_replaces_nothing(model: Model) -> None:
     assert not issubclass(present, model.upstream())
 
 
-def test_a_step_of_decodes_and_prefills(model: Model) -> None:
-    config = engine_config(flag=True, dtype="float32")
-    layer = build(model, config)
-    assert is_ours(layer) and isinstance(layer, model.upstream())
-    bind_cache(layer, config)
-    slots = (2, 9, 4)
-    definitions = [definition_of(model) for _ in range(3)]
-    for lengths, done in (((40, 30), (0, 0)), ((1, 1), (40, 30)), ((1, 1, 65), (41, 31, 0))):
-        x = hidden(sum(lengths), seed=sum(done))
-        own = slots[: len(lengths)]
-        metadata = step_metadata(layer, config, lengths, done, table(*own))
-        o = run_layer(layer, config, x, metadata)
-        check(layer, o, x, lengths, own, definitions[: len(lengths)])
-
-
 def test_checkpoints_beside_a_decode(model: Model) -> None:
     """ROCm's metadata has rows of the prefills alone."""
     config = caching_config()
@@ -109,19 +96,6 @@ def test_the_option_against_checkpoints_is_kept(model: Model) -> None:
     config.additional_config = {"kda_prefill_checkpoint": False}
     spec = build(model, config).get_kv_cache_spec(config)
     assert (spec.num_prefill_checkpoint_blocks, spec.prefill_checkpoint_alignment) == (0, None)
-
-
-def test_drafts(model: Model) -> None:
-    config = engine_config(flag=True, dtype="float32", speculative_config=NGRAM)
-    layer = build(model, config)
-    bind_cache(layer, config)
-    blocks = torch.tensor([[2, 3, 4, 5]], dtype=torch.int32)
-    x, definition = hidden(24), definition_of(model)
-    run_layer(layer, config, x[:20], step_metadata(layer, config, (20,), (0,), blocks, (0,)))
-    definition.run(x[:20])
-    metadata = step_metadata(layer, config, (DRAFT,), (20,), blocks, (1,))
-    o = run_layer(layer, config, x[20:], metadata)
-    assert relative_error(o, definition.run(x[20:])) < TOLERANCE
 
 
 def test_drafts_as_records(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend import selection
-from kda_backend.engines import vllm_profile, vllm_run
+from kda_backend.engines import vllm_profile
 from kda_backend.engines.vllm import REPLACED, replace_layer
 from kda_backend.engines.vllm_layer import runtime_of
 from kda_backend.family import FAMILY
@@ -37,27 +37,11 @@ from tests.engines.kda.vllm.harness import (
     table,
 )
 from tests.engines.kda.vllm.models import MODELS, Model, build, definition_of
+from tests.engines.kda.weights import Definition, checkpoint_weights
 
 pytestmark = pytest.mark.usefixtures("in_fp32")
 TOLERANCE = 1e-5
 BF16_TOLERANCE = 3e-2  # a gate of low rank is rounded twice before its exponential
-
-
-@pytest.fixture
-def config() -> Any:
-    return engine_config(flag=True, dtype="float32")
-
-
-@pytest.fixture
-def drafting() -> Any:
-    return engine_config(flag=True, dtype="float32", speculative_config=NGRAM)
-
-
-@pytest.fixture
-def layer(model: Model, config: Any) -> Any:
-    built = build(model, config)
-    bind_cache(built, config)
-    return built
 
 
 def part_of(model: Model) -> seams.Part:
@@ -197,6 +181,19 @@ def test_the_profile_run_warms_up_and_returns_zeros(model: Model, layer: Any, co
     vllm_profile._warm.clear()
     assert not run_layer(layer, config, hidden(100), None).any()
     assert layer.kda_runtime in vllm_profile._warm
+
+
+@pytest.mark.parametrize("index", [0, 5])
+def test_k3s_layer_runs_the_checkpoint_with_a_bounded_gate(index: int, config: Any) -> None:
+    weights = checkpoint_weights(index, "checkpoint_bounded")
+    layer = build(MODELS["Kimi-K3"], config, weights=weights)
+    bind_cache(layer, config)
+    x, definition = hidden(150, seed=2), Definition(weights, -5.0)
+    for begin, length in ((0, 90), (90, 60)):
+        metadata = step_metadata(layer, config, (length,), (begin,), table(4))
+        o = run_layer(layer, config, x[begin : begin + length], metadata)
+        assert relative_error(o, definition.run(x[begin : begin + length])) < 1e-4
+    assert relative_error(layer.kv_cache[1][4], definition.state[0]) < 1e-4
 
 
 def test_drafts_are_verified_from_what_was_accepted(model: Model, drafting: Any) -> None:
@@ -396,22 +393,3 @@ def test_another_plug_ins_class_stays(model: Model, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(op_registry_oot, name, theirs)
     with pytest.raises(RuntimeError, match=f"another plug-in replaces {name}"):
         replace_layer(sys.modules[upstream.__module__])
-
-
-def test_one_step_is_derived_once_for_all_layers(
-    model: Model, layer: Any, config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = build(model, config, index=1)
-    bind_cache(other, config)
-    built = []
-    derive = vllm_run.build_step
-
-    def counted(*args: Any) -> Any:
-        built.append(args)
-        return derive(*args)
-
-    monkeypatch.setattr(vllm_run, "build_step", counted)
-    metadata = step_metadata(layer, config, (40,), (0,), table(4))
-    run_layer(layer, config, hidden(40), metadata)
-    run_layer(other, config, hidden(40), metadata)
-    assert len(built) == 1

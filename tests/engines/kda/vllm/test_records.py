@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.worker.gpu import buffer_utils
 
@@ -15,10 +15,10 @@ from backend_core.engines import seams
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
-from kda_backend import layer as operators
 from kda_backend.engines import vllm_drafts
 from kda_backend.engines.draft_records import VARIABLE
 from kda_backend.engines.vllm_seams import VLLM_RECORDS
+from tests.engines.kda.vllm.graph import SIZE, Graph
 from tests.engines.kda.vllm.harness import (
     DRAFT,
     NGRAM,
@@ -33,7 +33,6 @@ from tests.engines.kda.vllm.harness import (
 from tests.engines.kda.vllm.models import MODELS, build, definition_of
 from tests.engines.kda.vllm.runner import WRONG, Runner
 from tests.engines.kda.weights import Definition, drawn
-from tests.engines.vllm_process import common_metadata
 
 pytestmark = [
     pytest.mark.usefixtures("in_fp32"),
@@ -125,63 +124,11 @@ def layer_of(name: str, config: VllmConfig) -> Any:
     return layer
 
 
-class Graph:
-    """A captured step of four requests with drafts: recorded calls on the builder's buffers."""
-
-    size = 4
-
-    def __init__(
-        self, name: str, monkeypatch: pytest.MonkeyPatch, *, aligned: bool = False
-    ) -> None:
-        self.config = drafting_config(aligned=aligned)
-        compilation = self.config.compilation_config
-        monkeypatch.setattr(compilation, "cudagraph_mode", CUDAGraphMode.FULL_DECODE_ONLY)
-        monkeypatch.setattr(compilation, "max_cudagraph_capture_size", self.size * DRAFT)
-        self.layer = layer_of(name, self.config)
-        spec = cache_spec(self.layer, self.config)
-        with set_current_vllm_config(self.config):
-            make = self.layer.get_attn_backend().get_builder_cls()
-            self.builder = make(spec, [self.layer.prefix], self.config, torch.device("cpu"))
-
-    def batch(self, slots: list[int]) -> Any:
-        """Of requests with a draft each, padded as the runner pads a batch."""
-        number = len(slots)
-        bounds = DRAFT * torch.arange(self.size + 1, dtype=torch.int32).clamp(max=number)
-        table = torch.zeros(self.size, 4, dtype=torch.int32)
-        table[:number] = torch.tensor(slots, dtype=torch.int32)[:, None]
-        lengths = torch.full((self.size,), 20, dtype=torch.int32)
-        places = torch.zeros(self.size * DRAFT, dtype=torch.int64)
-        prefilling = torch.zeros(self.size, dtype=torch.bool)
-        return common_metadata(bounds, lengths, table, places, is_prefilling=prefilling)
-
-    def capture(self) -> None:
-        metadata = self.builder.build_for_cudagraph_capture(self.batch([0] * self.size))
-        verify = operators.verify
-
-        def recorded(*args: Any) -> None:
-            self.call = args
-            verify(*args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "verify", recorded)
-            run_layer(self.layer, self.config, hidden(self.size * DRAFT), metadata)
-
-    def replay(self, x: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """This batch's projections; the graph's pools, slots, offsets and records."""
-        verify, (weights, selection, _, *rest) = operators.verify, self.call
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                operators, "verify", lambda *args: verify(weights, selection, args[2], *rest)
-            )
-            return run_layer(self.layer, self.config, x, metadata)
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_graph_serves_other_drafts_than_it_was_captured_with(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph = Graph(name, monkeypatch)
-    layer, config, model = graph.layer, graph.config, MODELS[name]
+def test_a_graph_serves_other_drafts_than_it_was_captured_with(name: str) -> None:
+    config, model = drafting_config(), MODELS[name]
+    layer = layer_of(name, config)
+    graph = Graph(layer, config, DRAFT)
     texts = {slot: hidden(40, seed=slot) for slot in (3, 7, 5)}
     done = dict.fromkeys(texts, 8)
     for slot, text in texts.items():
@@ -193,12 +140,12 @@ def test_a_graph_serves_other_drafts_than_it_was_captured_with(
         assert torch.equal(pool[1:], before[1:])  # dummy requests are the null block's
     for slots, accepted in (([3, 7, 5], [4, 1, 2]), ([7], [3]), ([5, 3], [2, 4])):
         parts = [texts[slot][done[slot] : done[slot] + DRAFT] for slot in slots]
-        padding = torch.zeros((graph.size - len(slots)) * DRAFT, 256)
-        drafted = torch.tensor([DRAFT - 1] * len(slots) + [-1] * (graph.size - len(slots)))
-        batch, ones = graph.batch(slots), torch.ones(graph.size, dtype=torch.int32)
+        padding = torch.zeros((SIZE - len(slots)) * DRAFT, 256)
+        drafted = torch.tensor([DRAFT - 1] * len(slots) + [-1] * (SIZE - len(slots)))
+        batch, ones = graph.batch(slots), torch.ones(SIZE, dtype=torch.int32)
         metadata = graph.builder.build(0, batch, ones, drafted)
         o = graph.replay(torch.cat([*parts, padding]), metadata)
-        sampled = [*accepted, *[0] * (graph.size - len(slots))]
+        sampled = [*accepted, *[0] * (SIZE - len(slots))]
         metadata.commit_recoverssm_state(torch.tensor(sampled, dtype=torch.int32))
         for n, (slot, part) in enumerate(zip(slots, parts, strict=True)):
             want = definition_of(model).run(torch.cat([texts[slot][: done[slot]], part]))
@@ -213,12 +160,14 @@ def test_a_graph_serves_other_drafts_than_it_was_captured_with(
         assert torch.equal(pool[others], before[others])
 
 
-def test_a_padded_step_commits_what_its_requests_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_padded_step_commits_what_its_requests_sampled() -> None:
     """A graph's batch has rows of nobody, of which the runner samples nothing."""
-    graph, slots, accepted = Graph("Ling-V3", monkeypatch, aligned=True), [3, 7, 5], [4, 0, 2]
+    config = drafting_config(aligned=True)
+    graph = Graph(layer_of("Ling-V3", config), config, DRAFT)
+    slots, accepted = [3, 7, 5], [4, 0, 2]
     drafted = torch.tensor([DRAFT - 1] * 3 + [-1])
-    ones = torch.ones(graph.size, dtype=torch.int32)
-    x = hidden(graph.size * DRAFT)
+    ones = torch.ones(SIZE, dtype=torch.int32)
+    x = hidden(SIZE * DRAFT)
     metadata = graph.builder.build(0, graph.batch(slots), ones, drafted)
     definitions = [definition_of(MODELS["Ling-V3"]) for _ in slots]
     for slot, definition in zip(slots, definitions, strict=True):
@@ -279,13 +228,12 @@ def test_a_token_behind_which_nothing_is_sampled_is_one_of_the_states() -> None:
     assert relative_error(layer.kv_cache[0][5].T[:, :3], definition.window) < TOLERANCE
 
 
-def test_weights_that_are_loaded_anew_are_those_of_the_commit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    graph = Graph("Ling-V3", monkeypatch)
+def test_weights_that_are_loaded_anew_are_those_of_the_commit() -> None:
+    config = drafting_config()
+    graph = Graph(layer_of("Ling-V3", config), config, DRAFT)
     layer, weights = graph.layer, drawn(2, MODELS["Ling-V3"].low_rank)
-    x, slots = hidden(graph.size * DRAFT), [3, 5, 7, 2]
-    ones, drafted = torch.ones(graph.size, dtype=torch.int32), torch.full((graph.size,), DRAFT - 1)
+    x, slots = hidden(SIZE * DRAFT), [3, 5, 7, 2]
+    ones, drafted = torch.ones(SIZE, dtype=torch.int32), torch.full((SIZE,), DRAFT - 1)
     for moved in (0.0, 0.5, -0.25):
         for name in ("A_log", "dt_bias"):
             weights[name] = weights[name] + moved

@@ -124,37 +124,26 @@ def test_a_layer_of_another_release_stays_upstreams_and_says_why(
     assert log_lines == [f"falling back to upstream's code: --attention-backend KDA: {reason}"]
 
 
-def break_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_install_serves_stock_and_fails_in_strict_mode(
+    clean: None, monkeypatch: pytest.MonkeyPatch, hopper: Any, log_lines: list[str]
+) -> None:
     def missing(upstream: type, part: Part) -> type:
         raise ImportError("no layer")
 
-    monkeypatch.setattr(vllm_packed, "layer_class", missing)
-
-
-def test_a_broken_install_serves_stock(
-    clean: None, monkeypatch: pytest.MonkeyPatch, hopper: Any, log_lines: list[str]
-) -> None:
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with monkeypatch.context() as patch:
-        break_install(patch)
-        entry.vllm.kda()
+        patch.setattr(vllm_packed, "layer_class", missing)
+        entry.vllm.kda()  # an exception here would end servers that do not use the flag
     config = engine_config(flag=True)
+    with pytest.raises(FallbackError, match="could not register kda with vllm: ImportError"):
+        select(hopper, flag=True, config=config)
+    monkeypatch.delenv("KDA_DSV4_STRICT")
     assert select(hopper, flag=True, config=config) == select(hopper, flag=False, config=config)
     assert type(build_layer(config)) is KimiGatedDeltaNetAttention
     assert log_lines[0].startswith("kda-dsv4-backend could not register kda with vllm: ImportError")
     assert any(
         "falling back to upstream's code: kda-dsv4-backend could not" in line for line in log_lines
     )
-
-
-def test_a_broken_install_fails_in_strict_mode(
-    clean: None, monkeypatch: pytest.MonkeyPatch, hopper: Any
-) -> None:
-    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-    with monkeypatch.context() as patch:
-        break_install(patch)
-        entry.vllm.kda()  # an exception here would end servers that do not use the flag
-    with pytest.raises(FallbackError, match="could not register kda with vllm: ImportError"):
-        select(hopper, flag=True, config=engine_config(flag=True))
 
 
 def test_the_backend_class_validates_what_vllm_passes() -> None:

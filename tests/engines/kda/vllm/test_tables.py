@@ -144,22 +144,6 @@ def test_a_graph_serves_other_batches_than_it_was_captured_with(name: str, kerne
         captured.run(batch, seed=30 + number)
 
 
-def test_a_plan_from_before_the_capture_is_caught(
-    kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planted: the warm-up's chunk table, which no replay computes anew."""
-    kept: list[StepPlan] = []
-
-    def first(*args: Any, **named: Any) -> StepPlan:
-        kept.append(plan_of_a_gpu(*args, **named))
-        return kept[0]
-
-    monkeypatch.setattr(vllm_tables, "build_step_plan", first)
-    captured = Captured(engine_config(**options()))
-    with pytest.raises(AssertionError, match="relative_error"):
-        captured.run(FIRST, seed=30)
-
-
 def test_steps_that_do_not_fit_replay_the_graph_that_breaks(kernels: None) -> None:
     captured = Captured(engine_config(**options(max_num_seqs=2)))
     fits, tables = captured.metadata(((1, 65), ((3, 5), (2, 9)))), captured.tables

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tests.engines.mla.flash import attend_pages
+
 calls: list[dict[str, Any]] = []
 """The arguments of every call since a test cleared it."""
 
@@ -54,30 +56,11 @@ def _not_called(*args: Any, **options: Any) -> None:
 
 
 def flash_attn_with_kvcache(
-    *,
-    q: torch.Tensor,
-    qv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    **options: Any,
+    *, q: torch.Tensor, qv: torch.Tensor, softmax_scale: float, causal: bool, **options: Any
 ) -> torch.Tensor:
     """Output ``[tokens, heads, 512]`` of queries of varying lengths over a paged cache."""
-    calls.append({"q": q, "cache_seqlens": cache_seqlens, **options})
+    calls.append({"q": q, **options})
     assert causal and options["ver"] == 3 and not options["return_softmax_lse"]
-    out = torch.zeros_like(qv)
-    bounds = cu_seqlens_q.tolist()
-    for request, length in enumerate(cache_seqlens.tolist()):
-        tokens = range(bounds[request], bounds[request + 1])
-        pages = page_table[request, : -(-length // k_cache.shape[1])].long()
-        rope = k_cache[pages].flatten(0, 1)[:length, 0].double()
-        latent = v_cache[pages].flatten(0, 1)[:length, 0].double()
-        for token in tokens:
-            seen = length - (tokens.stop - 1 - token)
-            s = q[token].double() @ rope[:seen].T + qv[token].double() @ latent[:seen].T
-            out[token] = ((s * softmax_scale).softmax(-1) @ latent[:seen]).to(out.dtype)
-    return out
+    caches = options["k_cache"], options["v_cache"]
+    bounds, lengths = options["cu_seqlens_q"], options["cache_seqlens"]
+    return attend_pages(q, qv, caches, options["page_table"], lengths, bounds, softmax_scale)

@@ -19,18 +19,13 @@ from backend_core.testing.numerics import relative_error
 from mla_backend.engines import sglang as adapter
 from mla_backend.engines import sglang_mla
 from mla_backend.engines.sglang_mla import SplitKvAttnBackend
-from mla_backend.plan.planner import MlaPlanner
 from tests.engines.kda.sglang.device_graph import DeviceGraph
+from tests.engines.mla.flash import TARGETS, TOLERANCE
 from tests.engines.mla.sglang import flash_attention
 from tests.engines.mla.sglang.harness import LAYERS, Server
 from tests.mla.beside import run_up_to
 
-TOLERANCE = 8e-3
 H200 = KNOWN_TARGETS["H200"]
-TARGETS = {
-    "torch": KNOWN_TARGETS["cpu"],
-    "triton": Target("nvidia", "sm80", 5, "an A100 of five SMs, interpreted"),
-}
 LENGTHS = (100, 1, 64, 129, 63)
 
 Serve = Callable[..., Server]
@@ -88,26 +83,6 @@ def test_decodes_are_those_of_sglangs_own_backend(
         assert torch.equal(before, after) or torch.equal(before.isnan(), after.isnan())
 
 
-def test_a_step_is_planned_once_for_all_layers(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = serve(TARGETS["torch"])
-    planned = []
-    plan = MlaPlanner.plan
-
-    def counted(self: MlaPlanner, lengths: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        planned.append(lengths.shape[0])
-        return plan(self, lengths, *rest, **options)
-
-    monkeypatch.setattr(MlaPlanner, "plan", counted)
-    server.fill(LENGTHS)
-    batch = server.batch()
-    server.backend.init_forward_metadata(batch)
-    outs = [server.run(batch, server.draw(len(LENGTHS)), layer) for layer in range(LAYERS)]
-    assert planned == [len(LENGTHS)] and not flash_attention.calls
-    assert not torch.equal(outs[0], outs[1])  # of caches of their own
-
-
 def capture(server: Server, size: int) -> tuple[Any, dict[str, torch.Tensor], Any, Any]:
     """A decode step of ``size`` requests as sglang captures it: its batch and what it was called
     with, the graph, and where its layers' outputs are."""
@@ -147,20 +122,6 @@ def test_a_captured_step_serves_other_lengths_and_fewer_requests(serve: Serve) -
         for layer in range(LAYERS):
             for row in range(len(lengths)):
                 assert relative_error(outs[layer][row], want[layer][row]) < TOLERANCE
-
-
-def test_a_replay_without_planning_is_noticed(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The canary of the test above."""
-    server = serve(TARGETS["triton"], heads=2)
-    captured, drawn, graph, outs = capture(server, 2)
-    server.fill([500, 300])
-    batch = server.batch(2)
-    want = upstreams(server, batch, drawn)
-    monkeypatch.setattr(SplitKvAttnBackend, "_plan", lambda self, forward_batch: None)
-    replay(server, captured, batch, graph)
-    assert relative_error(outs[0], want) > 0.1
 
 
 def test_it_serves_inside_of_sglangs_hybrid_backend(serve: Serve) -> None:
@@ -266,12 +227,6 @@ def test_what_is_served_follows_the_measurement(
     assert sum(line.startswith(row) for line in log_lines) == 1
 
 
-def test_pages_of_one_token_stay_sglangs(hopper: None) -> None:
-    assert chosen(Server(page_size=1)) == (
-        "pages must have a multiple of 16 tokens, got 1: --page-size 64 gives such pages"
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -312,6 +267,14 @@ def test_pages_of_one_token_stay_sglangs(hopper: None) -> None:
             lambda s: setattr(s.runner.model.absorbed[1], "tp_q_head_num", 8),
             "MLA layers must have one number of heads, got [4, 8]",
         ),
+        (
+            lambda s: setattr(s, "upstream", object()),
+            "decode is served in the place of FlashAttentionBackend, and sglang chooses object",
+        ),
+        (
+            lambda s: vars(s).update(vars(Server(page_size=1))),
+            "pages must have a multiple of 16 tokens, got 1: --page-size 64 gives such pages",
+        ),
     ],
 )
 def test_refused_by_name(hopper: None, change: Callable[[Server], None], reason: str) -> None:
@@ -320,31 +283,32 @@ def test_refused_by_name(hopper: None, change: Callable[[Server], None], reason:
     assert chosen(server) == reason
 
 
-def test_speculative_decoding_stays_sglangs(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server()
-    monkeypatch.setattr(adapter, "get_spec", lambda: SimpleNamespace(speculative_algorithm="EAGLE"))
-    assert chosen(server) == "speculative decoding verifies drafts in sglang's calls for prompts"
-
-
-def test_caches_split_over_ranks_stay_sglangs(
-    hopper: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "found", "reason"),
+    [
+        (
+            "get_spec",
+            SimpleNamespace(speculative_algorithm="EAGLE"),
+            "speculative decoding verifies drafts in sglang's calls for prompts",
+        ),
+        (
+            "get_parallel",
+            SimpleNamespace(dcp_enabled=True),
+            "a request must have its whole cache on one rank",
+        ),
+        (
+            "detect_target",
+            KNOWN_TARGETS["B200"],
+            "no result compares mla_decode with fa3 on sm100",
+        ),
+    ],
+)
+def test_servers_and_gpus_that_are_refused(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, name: str, found: Any, reason: str
 ) -> None:
     server = Server()
-    assert adapter.get_parallel().dcp_enabled is False
-    monkeypatch.setattr(adapter, "get_parallel", lambda: SimpleNamespace(dcp_enabled=True))
-    assert chosen(server) == "a request must have its whole cache on one rank"
-
-
-def test_other_backends_of_sglang_stay(hopper: None) -> None:
-    server = Server()
-    assert adapter.choose(server.runner, object()) == (
-        "decode is served in the place of FlashAttentionBackend, and sglang chooses object"
-    )
-
-
-def test_other_gpus_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "detect_target", lambda device: KNOWN_TARGETS["B200"])
-    assert chosen(Server()) == "no result compares mla_decode with fa3 on sm100"
+    monkeypatch.setattr(adapter, name, lambda *device: found)
+    assert chosen(server) == reason
 
 
 @pytest.mark.parametrize("family", ["mla", "kda"])

@@ -24,15 +24,15 @@ from sglang.test.kernels.deepseek_v4.k_cache_reference import (
     quant_to_nope_fp8_rope_bf16_pack_triton,
 )
 
-from backend_core.target import KNOWN_TARGETS, Target
+from backend_core.target import Target
 from backend_core.testing.numerics import relative_error
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.engines import sglang as adapter
 from mla_backend.engines import sglang_sparse, sparse_layer
 from tests.engines.dsv4.sglang.harness import real_pool
+from tests.engines.mla.flash import TARGETS, TOLERANCE, FlashMla
 from tests.mla.beside import run_as_on_h200
 
-TOLERANCE = 8e-3
 LAYERS = {0: 0, 4: 1, 128: 2, 2: 3, 1: 4}  # a layer of each ratio; 1 and 2 are V4.1's
 SLOTS = {0: 512, 4: 192, 128: 30, 2: 500, 1: 1000}  # 0: the window's
 ROWS = {0: 96, 4: 40, 128: 12, 2: 60, 1: 70}  # that are written
@@ -43,21 +43,6 @@ FIELDS = {  # of sglang's metadata: lists and lengths
     2: ("c2_sparse_page_indices", "c2_sparse_topk_lengths"),
     1: ("c1_sparse_page_indices", "c1_sparse_topk_lengths"),
 }
-TARGETS = {
-    "torch": KNOWN_TARGETS["cpu"],
-    "triton": Target("nvidia", "sm80", 5, "an A100 of five SMs, interpreted"),
-}
-
-
-class FlashMla:
-    """In the place of FlashMLA's functions: keeps what it is called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, **call: Any) -> Any:
-        self.calls.append(call)
-        return torch.zeros_like(call["q"]), None, None
 
 
 def attention_layer(ratio: int, heads: int) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tests.engines.mla.flash import attend_pages
+
 calls: list[dict[str, Any]] = []
 """The arguments of every call since a test cleared it."""
 
@@ -32,30 +34,11 @@ def get_scheduler_metadata(*, batch_size: int, **options: Any) -> torch.Tensor:
 
 
 def flash_attn_varlen_func(
-    *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seqused_k: torch.Tensor,
-    block_table: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    **options: Any,
+    *, q: torch.Tensor, q_v: torch.Tensor, softmax_scale: float, causal: bool, **options: Any
 ) -> torch.Tensor:
     """Output ``[tokens, heads, 512]`` of queries of varying lengths over a paged cache."""
-    calls.append({"q": q, "seqused_k": seqused_k, **options})
+    calls.append({"q": q, **options})
     assert causal and options["fa_version"] == 3 and not options["return_softmax_lse"]
-    out = torch.zeros_like(q_v)
-    bounds = cu_seqlens_q.tolist()
-    for request, length in enumerate(seqused_k.tolist()):
-        tokens = range(bounds[request], bounds[request + 1])
-        pages = block_table[request, : -(-length // k.shape[1])].long()
-        rope = k[pages].flatten(0, 1)[:length, 0].double()
-        latent = v[pages].flatten(0, 1)[:length, 0].double()
-        for token in tokens:
-            seen = length - (tokens.stop - 1 - token)
-            s = q[token].double() @ rope[:seen].T + q_v[token].double() @ latent[:seen].T
-            out[token] = ((s * softmax_scale).softmax(-1) @ latent[:seen]).to(out.dtype)
-    return out
+    caches = options["k"], options["v"]
+    bounds, lengths = options["cu_seqlens_q"], options["seqused_k"]
+    return attend_pages(q, q_v, caches, options["block_table"], lengths, bounds, softmax_scale)

@@ -22,6 +22,7 @@ from backend_core.engines.vllm_flag import flag_name
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.testing.sparse_mla_cases import write_records
 from tests.engines.deepseek_v4 import model_directory
+from tests.engines.mla.flash import FlashMla
 from tests.engines.vllm_process import common_metadata
 
 WINDOW, TOPK, PAGES = 128, 64, 24
@@ -30,17 +31,6 @@ SIZES = {"v4": (256, 64), "v41": (64, 32)}
 """By model, tokens of a block and of a window's page, as vLLM chooses them on Hopper."""
 LAYERS = {"v4": {1: (0,), 4: (1,), 128: (2,)}, "v41": {0: (0,), 2: (1, 2), 1: (3, 4)}}
 """By model and ratio, the layers that are built: the last is the one that runs."""
-
-
-class FlashMla:
-    """In the place of FlashMLA's functions: keeps what it is called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, **call: Any) -> Any:
-        self.calls.append(call)
-        return (call["out"],) * (2 if "k_cache" in call else 3)
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> FlashMla:

@@ -13,13 +13,13 @@ from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
 from backend_core.engines import entry
-from backend_core.target import KNOWN_TARGETS, Target
+from backend_core.target import Target
 from backend_core.testing.numerics import relative_error
 from benchmarks.recall_vllm import zero_mla_decodes
 from mla_backend.engines import vllm_mla
 from mla_backend.engines.mla_decoder import MlaStep
 from mla_backend.engines.vllm_mla import PlannedDecode, SplitKvMLABackend, _uniform_tokens
-from mla_backend.plan.planner import MlaPlanner
+from tests.engines.mla.flash import TARGETS, TOLERANCE
 from tests.engines.mla.vllm import flash_attention
 from tests.engines.mla.vllm.harness import (
     Runner,
@@ -31,11 +31,6 @@ from tests.engines.mla.vllm.harness import (
 )
 from tests.mla.beside import run_up_to
 
-TOLERANCE = 8e-3
-TARGETS = {
-    "torch": KNOWN_TARGETS["cpu"],
-    "triton": Target("nvidia", "sm80", 5, "an A100 of five SMs, interpreted"),
-}
 DRAFT = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 RAGGED = (100, 1, 944, 1003, 63)
 
@@ -166,35 +161,11 @@ def test_a_graph_serves_other_requests_than_it_was_captured_with(
         assert (out[real:] == 0).all() and (lse[real:] == torch.inf).all()
 
 
-def test_a_plan_that_a_graph_does_not_hold_is_caught(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planted: each step gets a plan with tensors of its own."""
-    plan = MlaPlanner.plan
-    monkeypatch.setattr(MlaPlanner, "plan", lambda self, *step, out=None: plan(self, *step))
-    with pytest.raises(AssertionError):
-        test_a_graph_serves_other_requests_than_it_was_captured_with(serve, TARGETS["triton"])
-
-
-def test_a_step_is_planned_once_and_in_memory_taken_at_load(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_runs_in_memory_taken_at_load(serve: Serve) -> None:
     ours = serve(TARGETS["triton"], 4, 944)
     scratch = ours.builder.decoder._scratch
     taken, addresses = scratch.nbytes, scratch.reserve(1, 1, 1)[0].data_ptr()
-    planned: list[int] = []
-    plan = MlaPlanner.plan
-
-    def counted(self: MlaPlanner, lengths: torch.Tensor, *table: Any, **options: Any) -> Any:
-        planned.append(lengths.shape[0])
-        return plan(self, lengths, *table, **options)
-
-    monkeypatch.setattr(MlaPlanner, "plan", counted)
-    lengths = [944, 5, 1003, 2000, 1, 1, 1, 1]
-    metadata = ours.metadata(lengths)
-    for seed in range(3):  # layers
-        ours.run(queries(8, 4, seed), metadata)
-    assert planned == [8]
+    ours.run(queries(8, 4), ours.metadata([944, 5, 1003, 2000, 1, 1, 1, 1]))
     assert (scratch.nbytes, scratch.reserve(1, 1, 1)[0].data_ptr()) == (taken, addresses)
 
 
@@ -300,11 +271,6 @@ def test_queries_may_come_in_one_tensor(serve: Serve, target: Target) -> None:
     parts = (q[..., :512].contiguous(), q[..., 512:].contiguous())
     want, want_lse = ours.layer.impl.forward_mqa(parts, *arguments)
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
-    other = Server(4, ours.runner, FlashAttnMLABackend)
-    upstream, _ = other.layer.impl.forward_mqa(
-        q, ours.runner.cache, other.metadata(RAGGED), other.layer
-    )
-    assert relative_error(out, upstream) < TOLERANCE
 
 
 def test_a_call_that_is_not_the_steps_is_refused(serve: Serve) -> None:

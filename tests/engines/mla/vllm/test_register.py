@@ -166,29 +166,29 @@ def test_drafts_are_judged_by_their_rows(log_lines: list[str]) -> None:
             {"use_non_causal": True},
             "layers with sinks, a sliding window or attention to later tokens are not served",
         ),
+        *(
+            (
+                {"ranks": f"{what}_context_parallel_size"},
+                f"a request must have its whole cache on one rank, got 2 {what} ranks",
+            )
+            for what in ("decode", "prefill")
+        ),
     ],
 )
 def test_refused_by_name(changes: dict[str, Any], reason: str) -> None:
-    assert chosen(engine_config(), **changes) == reason
-
-
-def test_what_vllm_has_changed_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = f"vllm 0.34.0 does not fit the {VLLM_DENSE.name}"
-    monkeypatch.setattr(seams, "refusal", {VLLM_DENSE: reason}.get)
-    assert chosen(engine_config()) == reason
-
-
-def test_batch_invariance_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config()
+    if ranks := changes.pop("ranks", None):
+        setattr(config.parallel_config, ranks, 2)
+    assert chosen(config, **changes) == reason
+
+
+def test_servers_and_releases_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, reason = engine_config(), f"vllm 0.34.0 does not fit the {VLLM_DENSE.name}"
+    with monkeypatch.context() as patch:
+        patch.setattr(seams, "refusal", {VLLM_DENSE: reason}.get)
+        assert chosen(config) == reason
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert chosen(config) == "VLLM_BATCH_INVARIANT is set, and plans change with the batch"
-
-
-@pytest.mark.parametrize("what", ["decode", "prefill"])
-def test_caches_split_over_ranks_stay_vllms(what: str) -> None:
-    config = engine_config()
-    setattr(config.parallel_config, f"{what}_context_parallel_size", 2)
-    assert chosen(config) == f"a request must have its whole cache on one rank, got 2 {what} ranks"
 
 
 @pytest.mark.parametrize(("family", "cache"), [("mla", "fp8"), ("kda", "fp8_e4m3")])

@@ -12,15 +12,14 @@ import torch
 
 from backend_core.engines import entry, seams
 from backend_core.engines.seams import Part
-from backend_core.target import KNOWN_TARGETS, Target
 from backend_core.testing.numerics import relative_error
 from dsv4_backend.engines.seam_list import VLLM_V41 as COMPRESSORS_V41
 from mla_backend.engines import sparse_layer
 from mla_backend.engines import vllm as adapter
 from mla_backend.engines.seam_list import VLLM_V4, VLLM_V41
+from tests.engines.mla.flash import TARGETS, TOLERANCE, FlashMla
 from tests.engines.mla.vllm.sparse_harness import (
     Batches,
-    FlashMla,
     build_layer,
     engine_config,
     flashmla_of,
@@ -29,13 +28,9 @@ from tests.engines.mla.vllm.sparse_harness import (
 )
 from tests.mla.beside import run_as_on_h200
 
-TOLERANCE = 8e-3
-TARGETS = {
-    "torch": KNOWN_TARGETS["cpu"],
-    "triton": Target("nvidia", "sm80", 5, "an A100 of five SMs, interpreted"),
-}
 DECODES = [(200, 201), (0, 1), (131, 132)]
 MIXED = [*DECODES, (0, 3), (124, 134)]  # decodes, a short prompt, a later piece of another
+FEW = [(131, 132), (0, 1), (127, 129)]
 DRAFTED = [(200, 203), (0, 3), (126, 129)]
 
 RATIOS = [("v4", 4), ("v4", 128), ("v41", 1), ("v41", 2)]
@@ -95,20 +90,24 @@ def _all_bytes(cache: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("heads", "version", "ratio"),
-    [(8, "v4", 4), (20, "v4", 128), (32, "v4", 4), (8, "v41", 1), (20, "v41", 2)],
+    ("target", "heads", "version", "ratio"),
+    [
+        *(("torch", 8, "v4", 4), ("torch", 20, "v4", 128), ("torch", 32, "v4", 4)),
+        *(("torch", 8, "v41", 1), ("torch", 20, "v41", 2)),
+        *(("triton", 8, version, ratio) for version, ratio in RATIOS),
+    ],
 )
 def test_decodes_and_prefills_beside_each_other(
-    serve: Serve, kernel: FlashMla, heads: int, version: str, ratio: int
+    serve: Serve, kernel: FlashMla, target: str, heads: int, version: str, ratio: int
 ) -> None:
     """Lengths around the window, with no compressed row at all, and with heads of the padding."""
-    batches = serve("torch", heads, ratio, version=version)
+    batches = serve(target, heads, ratio, version=version)
     layer = batches.layer
     assert type(layer).__name__ == "SparseAttention"
     assert layer.padded_heads == max(8, 1 << (heads - 1).bit_length())
     assert layer.attn_sink.shape == (layer.padded_heads,)
     assert layer.attn_sink[layer.n_local_heads :].isneginf().all()
-    check(batches, batches.run(MIXED))
+    check(batches, batches.run(MIXED if target == "torch" else FEW))
     assert not kernel.calls
 
 
@@ -152,15 +151,6 @@ def test_drafts_have_lists_of_their_own(serve: Serve, kernel: FlashMla, ratio: i
     metadata = batches.metadata(len(DRAFTED), tokens)
     assert metadata[batches.layer.swa_cache_layer.prefix].num_decode_tokens == tokens
     check(batches, batches.forward(metadata, tokens))
-    assert not kernel.calls
-
-
-@pytest.mark.parametrize(("version", "ratio"), RATIOS)
-def test_through_the_triton_kernels(
-    serve: Serve, kernel: FlashMla, version: str, ratio: int
-) -> None:
-    batches = serve("triton", 8, ratio, version=version)
-    check(batches, batches.run([(131, 132), (0, 1), (127, 129)]))
     assert not kernel.calls
 
 
@@ -239,26 +229,6 @@ def test_a_graph_serves_other_batches_of_its_size(
     graph.replay([(2, 3), (150, 151), (3, 4), (127, 128)], seed=2)
 
 
-def test_lengths_that_the_host_reads_in_a_capture_are_caught(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fault that could be: lists cut to what the dummy batch had."""
-    batches = serve("torch", 8, 4)
-    decode = sparse_layer.SparseLayer.decode
-
-    def cut(self: Any, q: Any, window: Any, extra: Any, **options: Any) -> Any:
-        longest = int(window.lengths.max())
-        shorter = sparse_layer.NamedRows(
-            window.cache, window.indices[..., :longest], window.lengths
-        )
-        return decode(self, q, shorter, extra, **options)
-
-    monkeypatch.setattr(sparse_layer.SparseLayer, "decode", cut)
-    graph = Graph(monkeypatch, batches, 4)
-    with pytest.raises(AssertionError):
-        graph.replay([(200, 201), (0, 1), (131, 132)], seed=1)
-
-
 def test_a_warm_layer_takes_no_memory_in_a_step(serve: Serve) -> None:
     """SplitScratch is there before anything is captured, for every number of tokens and width.
 
@@ -312,11 +282,6 @@ def test_without_the_flag_the_layer_is_vllms(serve: Serve, kernel: FlashMla) -> 
     assert len(kernel.calls) == 1
 
 
-def layer_of(**changes: Any) -> Any:
-    fields = {"compress_ratio": 4, "head_dim": 512, "kv_cache_dtype": "fp8_ds_mla"}
-    return types.SimpleNamespace(**{**fields, "n_local_heads": 8, **changes})
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -333,35 +298,32 @@ def layer_of(**changes: Any) -> Any:
             {"n_local_heads": 128},
             "it was compared with flashmla at up to 64 heads per rank in decode and 32 in prefill",
         ),
+        (
+            {"VLLM_BATCH_INVARIANT": "1"},
+            "VLLM_BATCH_INVARIANT is set, and the splits of a step change with the batch",
+        ),
+        (
+            {"ubatch_size": 2},
+            "micro-batches run layers at the same time, and these share one scratch memory",
+        ),
     ],
 )
-def test_refused_by_name(serve: Serve, changes: dict[str, Any], reason: str) -> None:
+def test_refused_by_name(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
+) -> None:
+    """By fields of the layer, an environment variable, and the server's micro-batches."""
     from mla_backend.engines import vllm_sparse
 
     config = serve("torch", 8, 4).config
-    assert vllm_sparse.refusal(layer_of(**changes), config) == reason
-
-
-def test_batch_invariance_stays_vllms(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_backend.engines import vllm_sparse
-
-    config = serve("torch", 8, 4).config
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert vllm_sparse.refusal(layer_of(), config) == (
-        "VLLM_BATCH_INVARIANT is set, and the splits of a step change with the batch"
-    )
-
-
-def test_micro_batches_stay_vllms(serve: Serve) -> None:
-    from mla_backend.engines import vllm_sparse
-
-    config = serve("torch", 8, 4).config
-    config.parallel_config.ubatch_size = 2
-    config.parallel_config.enable_dbo = True
-    assert config.parallel_config.use_ubatching
-    assert vllm_sparse.refusal(layer_of(), config) == (
-        "micro-batches run layers at the same time, and these share one scratch memory"
-    )
+    for name in changes.keys() & {"VLLM_BATCH_INVARIANT"}:
+        monkeypatch.setenv(name, changes[name])
+    if "ubatch_size" in changes:
+        config.parallel_config.ubatch_size = changes["ubatch_size"]
+        config.parallel_config.enable_dbo = True
+        assert config.parallel_config.use_ubatching
+    fields = {"compress_ratio": 4, "head_dim": 512, "kv_cache_dtype": "fp8_ds_mla"}
+    layer = types.SimpleNamespace(**{**fields, "n_local_heads": 8, **changes})
+    assert vllm_sparse.refusal(layer, config) == reason
 
 
 def test_layers_of_another_class_stay_what_they_are(kernel: FlashMla, log_lines: list[str]) -> None:
