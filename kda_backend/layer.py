@@ -95,12 +95,15 @@ def prefill(
     (qkv, g, beta, gate_out, out), (taps, _, norm, eps) = x, weights
     inside: Sequence[int] = _NONE if checkpoints is None else state_addresses(state, None)[4:]
     first = 0 if initial is None else initial.data_ptr()
-    rows = a, _, _, b, c, d = qkv.data_ptr(), 0, 0, g.data_ptr(), beta.data_ptr(), out.data_ptr()
-    e, f = pool.data_ptr(), slots.data_ptr()
-    states = e, e, f, first, *inside
-    stages = conv_pool.data_ptr(), taps.data_ptr(), gate_out.data_ptr(), norm.data_ptr()
-    h, i, j, k = stages
-    off = (a | b | c | d | e | f | first | h | i | j | k) & 15
+    at_qkv, at_g, at_beta, at_out = qkv.data_ptr(), g.data_ptr(), beta.data_ptr(), out.data_ptr()
+    at_pool, at_slots = pool.data_ptr(), slots.data_ptr()
+    at_windows, at_taps = conv_pool.data_ptr(), taps.data_ptr()
+    at_gate, at_norm = gate_out.data_ptr(), norm.data_ptr()
+    rows = at_qkv, 0, 0, at_g, at_beta, at_out
+    states = at_pool, at_pool, at_slots, first, *inside
+    stages = at_windows, at_taps, at_gate, at_norm
+    off = at_qkv | at_g | at_beta | at_out | at_pool | at_slots | first
+    off = (off | at_windows | at_taps | at_gate | at_norm) & 15
     layout = (
         *(selection, gate.kind, gate.lower_bound, eps, checkpoints is None, initial is None),
         off and tuple([address & 15 for address in (*rows, *states, *stages)]),

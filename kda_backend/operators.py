@@ -119,9 +119,10 @@ def kda_prefill(
         chunk_states = tokens.k.new_empty(state.shape(tokens, step_plan.num_chunks))
     written = out if out_packed else packed_rows(out)
     call = tokens, gate, step_plan, state, written, chunk_states, scratch, layout
-    rows = a, b, c, d, _, e = [x.data_ptr() for x in (*tokens[:5], written)]
+    rows = [x.data_ptr() for x in (*tokens[:5], written)]
+    at_q, at_k, at_v, at_g, _, at_out = rows
     states = state_addresses(state, chunk_states)
-    off = (a | b | c | d | e | states[0] | states[1]) & 15
+    off = (at_q | at_k | at_v | at_g | at_out | states[0] | states[1]) & 15
     seen = layout, keeps_chunk_states, off and tuple([address & 15 for address in (*rows, *states)])
     typed = functools.partial(PrefillCall, *call)
     run_prefill(selection, step_plan, seen, (rows, states, ()), gate, scratch, typed)

@@ -29,11 +29,10 @@ from kda_backend.kernels.functions.records import (
 from kda_backend.kernels.functions.state import as_stored
 from kda_backend.kernels.verify_step import (
     convolve_head,
+    keep_windows,
     load_token,
     normalised,
-    store_column,
     store_inputs_before,
-    store_windows,
     store_zeros,
     tokens_of,
 )
@@ -210,6 +209,7 @@ def verify_records_kernel(
     p_token = at_token(p_token, bos, strides_t)
     upcoming = load_inputs(p_token, m_k, m_v, True)
     own = (m_k & (row >= 0), m_k & (row >= 0), m_v & (row >= 0))
+    of_windows = (stride_windows_n, stride_windows_t, stride_windows_c, stride_windows_w)
     for i_t in range(num_tokens):
         b_q, b_k, b_v, b_g = upcoming
         beta = step_size(tl.load(p_token[4]), BETA, FAST_MATH)
@@ -222,14 +222,11 @@ def verify_records_kernel(
             inputs, windows = convolve_head(taps, windows, inputs, element, FAST_MATH)
             b_q, b_k, b_v = inputs
             b_k = b_k.to(key_gate_ptr.dtype.element_ty)
-            if windows_ptr is None:
-                conv_state_ptr += stride_conv_state_w
-                newest = windows[0][2], windows[1][2], windows[2][2]
-                store_column(conv_state_ptr, stride_conv_state_c, channels, newest, masks)
-            else:
-                p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
-                of_windows = (stride_windows_c, stride_windows_w)
-                store_windows(p_w, channels, own, of_windows, windows[0], windows[1], windows[2])
+            conv_state_ptr += stride_conv_state_w
+            keep_windows(
+                conv_state_ptr, windows_ptr, (row, i_t), windows, channels, masks, own,
+                stride_conv_state_c, of_windows,
+            )  # fmt: skip
         b_decay = ex2(log2_decay(b_g, gate[0], gate[1], lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o, b_u, b_delta = delta_update(
             b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS

@@ -56,6 +56,21 @@ def store_windows(p_window, channels, masks, strides, w_q, w_k, w_v):
 
 
 @triton.jit
+def keep_windows(
+    conv_state_ptr, windows_ptr, place, windows, channels, masks, own, stride_c, strides
+):
+    """Stores the windows after a token at (row, token) ``place`` of a buffer of their own, or where
+    there is none the newest inputs into a column of the pool."""
+    if windows_ptr is None:
+        newest = windows[0][2], windows[1][2], windows[2][2]
+        store_column(conv_state_ptr, stride_c, channels, newest, masks)
+    else:
+        p_w = windows_ptr + place[0] * strides[0] + place[1] * strides[1]
+        of_windows = (strides[2], strides[3])
+        store_windows(p_w, channels, own, of_windows, windows[0], windows[1], windows[2])
+
+
+@triton.jit
 def store_inputs_before(p_column, strides, channels, masks, w_q, w_k, w_v):
     """The two inputs before a draft into the pool's first columns, from ``p_column`` on, once every
     thread has read the window."""
@@ -224,6 +239,7 @@ def verify_step_kernel(
     p_g = g_ptr + bos * stride_g_t + i_hv * K + o_k
     p_beta = beta_ptr + bos * stride_beta_t + i_hv
     write_indices_ptr += i_n * stride_write_indices_n
+    of_windows = (stride_windows_n, stride_windows_t, stride_windows_c, stride_windows_w)
     for i_t in range(num_tokens):
         row = tl.load(write_indices_ptr + i_t * stride_write_indices_t).to(tl.int64)
         writes = (row >= 0) & (row != null_write)
@@ -234,15 +250,12 @@ def verify_step_kernel(
             inputs = b_q, b_k, b_v
             inputs, windows = convolve_head(taps, windows, inputs, element, FAST_MATH)
             b_q, b_k, b_v = inputs
-            if windows_ptr is None:
-                conv_state_ptr += stride_conv_state_w
-                newest = windows[0][2], windows[1][2], windows[2][2]
-                store_column(conv_state_ptr, stride_conv_state_c, channels, newest, masks)
-            else:
-                p_w = windows_ptr + row * stride_windows_n + i_t * stride_windows_t
-                own = (m_k & writes, m_k & writes, m_v & writes)
-                of_windows = (stride_windows_c, stride_windows_w)
-                store_windows(p_w, channels, own, of_windows, windows[0], windows[1], windows[2])
+            conv_state_ptr += stride_conv_state_w
+            own = (m_k & writes, m_k & writes, m_v & writes)
+            keep_windows(
+                conv_state_ptr, windows_ptr, (row, i_t), windows, channels, masks, own,
+                stride_conv_state_c, of_windows,
+            )  # fmt: skip
         b_decay = ex2(log2_decay(b_g, a_log, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
