@@ -96,7 +96,7 @@ def test_accuracy_beside_a_worse_original(
         return out
 
     row = beside(case, types.SimpleNamespace(sageattn=worse))
-    assert row["ours_error"] < 0.1 < 0.25 < row["theirs_error"]
+    assert row["ours_error"] < 0.1 < 0.29 < row["theirs_error"] < 0.32
     assert 0.02 < row["e4m3_error"] < 0.05  # both round numbers of three bits after the first
     (line,) = bench_drop_ins.worst([row])
     assert "over 1 rows" in line and "causal" in line
