@@ -22,8 +22,8 @@ Besides upstream and the flag alone there is one server for each of these:
   are read again and it is asked.
 - whole: prompts in one step, so that prefills run in graphs of more than 1,024 tokens, which their
   MLA layers break as a whole.
-- tp2: two GPUs. It runs only if it is named, as do tp4 and tp8, of a checkpoint with as many heads
-  or more (`benchmarks.recall.widen`).
+- tp2: two GPUs, and tp2_drafts with the drafts. They run only if they are named, as do tp4 and tp8,
+  of a checkpoint with as many heads or more (`benchmarks.recall.widen`).
 - upstream_mla, mla: pages of 64 tokens and MLA on FlashAttention 3 of sglang-kernel; ``mla`` runs
   decodes on this package where it is ahead. They run only if they are named.
 
@@ -121,6 +121,12 @@ VARIANTS = {
         "flag, prompts whole", (*FLAGS["flag"], "--chunked-prefill-size", "4096")
     ),
     "tp2": SglangVariant("flag, two GPUs", (*FLAGS["flag"], "--tp-size", "2"), by_name=True),
+    "tp2_drafts": SglangVariant(
+        "flag, two GPUs, ngram drafts",
+        (*FLAGS["flag"], "--tp-size", "2", *_DRAFTS),
+        drafts=True,
+        by_name=True,
+    ),
     "tp4": SglangVariant("flag, four GPUs", (*FLAGS["flag"], "--tp-size", "4"), by_name=True),
     "tp8": SglangVariant("flag, eight GPUs", (*FLAGS["flag"], "--tp-size", "8"), by_name=True),
     "upstream_mla": SglangVariant(

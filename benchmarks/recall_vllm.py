@@ -21,7 +21,7 @@ Besides upstream and the flag alone there is one server for each of these:
 - sleep: asked, put to sleep and woken, asked, weights reloaded, asked, put to sleep without its
   weights, woken, reloaded and asked.
 - whole: prompts in one step, so that prefills run in graphs of up to 2,048 tokens.
-- tp2: two GPUs.
+- tp2: two GPUs; tp2_ngram: with drafts from the prompt.
 - tp4, tp8: four and eight GPUs, of a checkpoint with as many heads or more
   (`benchmarks.recall.widen`).
 - canary: the flagged server with every state that a prefill leaves transposed, ``[K, V]`` for
@@ -130,6 +130,7 @@ VARIANTS = {
     ),
     "whole": Variant("flag, prompts whole", ("--max-num-batched-tokens", "4096")),
     "tp2": Variant("flag, two GPUs", ("--tensor-parallel-size", "2")),
+    "tp2_ngram": Variant("flag, two GPUs, ngram drafts", ("--tensor-parallel-size", "2", *_DRAFTS)),
     "tp4": Variant("flag, four GPUs", ("--tensor-parallel-size", "4")),
     "tp8": Variant("flag, eight GPUs", ("--tensor-parallel-size", "8")),
     "canary": Variant("canary", rounds=(("salt 64", 64),)),

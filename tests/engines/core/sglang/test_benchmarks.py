@@ -294,7 +294,7 @@ def test_sglang_takes_every_servers_options(name: str, tmp_path: Path) -> None:
     variant = recall_sglang.VARIANTS[name]
     assert (found.attention_backend == "kda") == variant.flagged
     assert found.page_size == (64 if name.endswith("mla") else None)
-    assert found.tp_size == {"tp2": 2, "tp4": 4, "tp8": 8}.get(name, 1)
+    assert found.tp_size == {"tp2": 2, "tp2_drafts": 2, "tp4": 4, "tp8": 8}.get(name, 1)
     assert found.tp_size == 1 or name not in recall_sglang.DEFAULT
 
 
