@@ -47,13 +47,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from backend_core.engines.after_import import after_import
 from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_sides, serve_work
 from benchmarks.engines.serve_model import (
+    copy_decode_weights,
     draw_weights,
     environment,
     model_directory,
     text_config,
     versions,
+    with_dense_attention,
 )
 from benchmarks.engines.serve_work import BUDGET, SideFile, call_name, decode_name, row, say
 from benchmarks.engines.vllm_server import plant
@@ -100,9 +103,11 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if args.state:
         options["mamba_ssm_cache_dtype"] = args.state
     if args.drafts:
-        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-        drafts = {"method": "ngram", "num_speculative_tokens": args.drafts, **lookup}
-        options["speculative_config"] = drafts
+        how: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        if args.draft_layer:  # of the whole configuration: vLLM knows a draft layer by its type
+            how = {"method": "mtp", "model": model_directory(args)}
+        options["speculative_config"] = {"num_speculative_tokens": args.drafts, **how}
+        options["disable_log_stats"] = False  # which count accepted drafts
     if args.variant == serve_sides.UPSTREAM_GRAPHS:
         hidden_size = text_config(args)["hidden_size"]
         most = prefill_graphs.most_tokens(hidden_size, args.ranks, BUDGET)
@@ -125,11 +130,12 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as place:
         if args.ranks > 1:
             plant(Path(place), "vllm.general_plugins", "benchmarks.serve_vllm:draw_at_load")
-        llm = drawn_engine(args.attention_backend, model_directory(args), **engine_arguments(args))
+        model = model_directory(args, only_text=True)
+        llm = drawn_engine(args.attention_backend, model, **engine_arguments(args))
     load_s = time.perf_counter() - begin
     loading = {key: round(value, 2) for key, value in compilation.spent.items()}
     compilation.kernels.clear()
-    asked.llm, asked.log = llm, decode_vllm.StepLog(llm)
+    asked.llm, asked.log, asked.drafts = llm, decode_vllm.StepLog(llm), args.drafts or 0
     head = {
         **head_of(llm),
         "environment": environment(args, args.attention_backend),
@@ -144,6 +150,9 @@ def run(args: argparse.Namespace) -> int:
     expect_layers(head["layers"], bool(args.attention_backend))
     side.add(row("model load", "load", 1e3 * load_s, **loading))
     measure(side, asked, args.parts)
+    if args.drafts:
+        side.data["drafts"] = drafts_of(llm)
+        say(f"drafts: {side.data['drafts']}")
     side.save()
     compiled = compilation.kernels
     ours = [name for name in compiled if any(part in name for part in serve_profile.OURS)]
@@ -165,6 +174,7 @@ class Asked(serve_work.Asked):
 
     llm: Any
     log: decode_vllm.StepLog
+    drafts: int = 0
 
     def generate(self, prompts: list[list[int]], new_tokens: list[int]) -> float:
         import torch
@@ -251,10 +261,10 @@ def decode(side: SideFile, asked: Asked, count: int, length: int, kernels: bool)
         return asked.generate(prompts, [new] * count)
 
     prompts = asked.prompts(count, length)
-    side.add(
-        decode_vllm.step_row(asked.log, count, length, BUDGET, lambda new: generate(prompts, new))
-    )
-    if not kernels:
+    sizes = (count, length, BUDGET)
+    work = functools.partial(generate, prompts)
+    side.add(decode_vllm.step_row(asked.log, *sizes, work, drafts=asked.drafts))
+    if not kernels or asked.drafts:
         return None
     others = [asked.prompts(count, length) for _ in range(2)]
     found = decode_vllm.kernels_of_a_step(lambda new: generate(others.pop(), new))
@@ -318,19 +328,15 @@ def host(asked: Asked) -> dict[str, Any]:
     return found
 
 
-def drawn_engine(
-    attention_backend: str | None,
-    model: str,
-    then: Callable[[Any], None] = lambda model: None,
-    **options: Any,
-) -> Any:
-    """An engine in this process with random weights, which ``then`` changes."""
+def drawn_engine(attention_backend: str | None, model: str, **options: Any) -> Any:
+    """An engine in this process with random weights."""
     from vllm import LLM
 
-    register_loader(then)
+    register_loader()
     if attention_backend:
         options["attention_backend"] = attention_backend
-    return LLM(model=model, load_format="drawn", skip_tokenizer_init=True, seed=0, **options)
+    options |= {"load_format": "drawn", "hf_overrides": with_dense_attention}
+    return LLM(model=model, skip_tokenizer_init=True, seed=0, **options)
 
 
 def begin_host_trace(worker: Any) -> None:
@@ -352,8 +358,6 @@ def draw_at_load() -> None:
 
 def say_paths_of_layers() -> None:
     """Have this package's prefills say which paths they take."""
-    from backend_core.engines.after_import import after_import
-
     after_import("kda_backend.prefill.paths", serve_work.say_paths)
 
 
@@ -363,8 +367,9 @@ def head_of(llm: Any) -> dict[str, Any]:
     return {"head": versions("vllm"), "engine": engine_of(llm), "layers": layers}
 
 
-def register_loader(then: Callable[[Any], None] = lambda model: None) -> None:
-    """A load format ``drawn``, which fills a model with `draw_weights`; ``then`` changes it."""
+def register_loader() -> None:
+    """A load format ``drawn``, which fills a model with `draw_weights`; GLM's draft layer, which
+    has an indexer's buffer also where its attention is dense, is given an empty one."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -372,7 +377,37 @@ def register_loader(then: Callable[[Any], None] = lambda model: None) -> None:
     class DrawnModelLoader(DummyModelLoader):  # type: ignore[misc]
         def load_weights(self, model: Any, model_config: Any) -> None:
             draw_weights(model)
-            then(model)
+            copy_decode_weights(model)
+
+    def exchange(mtp: Any) -> None:
+        mtp.get_sparse_topk_buffer_width = lambda config: 0
+
+    after_import("vllm.models.glm5next.common.mtp", exchange)
+
+
+def drafts_of(llm: Any) -> dict[str, Any]:
+    """Drafted and accepted tokens, and the memory of a request for its drafts in all KDA layers, in
+    KiB: blocks of the cache for states, and records."""
+    counted = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    of = "vllm:spec_decode_num_{}_tokens"
+    found = {name: counted[of.format(name)] for name in ("draft", "accepted")}
+    return {**found, **llm.collective_rpc(draft_memory_kib)[0]}
+
+
+def draft_memory_kib(worker: Any) -> dict[str, float]:
+    """Of a rank; see `drafts_of`."""
+    runner = worker.model_runner
+    groups = runner.kv_cache_config.kv_cache_groups
+    blocks = sum(
+        getattr(group.kv_cache_spec, "num_speculative_blocks", 0)
+        * group.kv_cache_spec.page_size_bytes
+        * len(group.layer_names)
+        for group in groups
+    )
+    kept = [getattr(layer, "recoverssm_records", None) for layer in runner.model.modules()]
+    rows = runner.vllm_config.scheduler_config.max_num_seqs
+    records = sum(one.correction.nbytes + one.key_gate.nbytes for one in kept if one is not None)
+    return {"blocks_kib": blocks / 1024, "records_kib": records / rows / 1024}
 
 
 def layer_classes(model: Any) -> dict[str, int]:

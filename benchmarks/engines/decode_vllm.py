@@ -82,13 +82,16 @@ def step_row(
     budget: int,
     generate: Callable[[int], Any],
     what: str | None = None,
+    drafts: int = 0,
 ) -> dict[str, Any]:
-    """A row of a decode step, of `REPEATS` runs. ``generate(n)``: n tokens of each sequence."""
+    """A row of a decode step, of `REPEATS` runs. ``generate(n)``: n tokens of each sequence, for
+    each of which a step verifies so many ``drafts``."""
     new_tokens = STEPS + 4 + (steps_of_prefill(count, length, budget) if count > 1 else 0)
+    new_tokens *= 1 + drafts
     times = [
         ms
         for _ in range(REPEATS)
-        for ms in pure_steps_ms(log.of(lambda: generate(new_tokens)), count)
+        for ms in pure_steps_ms(log.of(lambda: generate(new_tokens)), count * (1 + drafts))
     ]
     spread = {"least_ms": min(times), "steps": len(times)}
     return row(what or decode_name(count, length), "decode", median(times), **spread)

@@ -46,7 +46,9 @@ def register() -> None:
 def _present(backend: Any, runner: Any) -> bool:
     from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 
-    return isinstance(getattr(backend, "linear_attn_backend", None), KDAAttnBackend)
+    # a draft layer of Ling-V3 is softmax attention, around which sglang builds a KDA backend too
+    linear = getattr(backend, "linear_attn_backend", None)
+    return isinstance(linear, KDAAttnBackend) and not runner.is_draft_worker
 
 
 def _install(backend: Any, runner: Any) -> None:
