@@ -119,11 +119,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"{head['head']['engine']}, {head['engine']}")
         side.add(row("model load", "load", 1e3 * load_s))
         try:
-            asked.drafts = args.drafts or 0
             measure(side, asked, args.parts, room_of(info))
-            if args.drafts:
-                side.data["drafts"] = asked.drafted
-                say(f"drafts: {asked.drafted}")
         finally:
             side.save()
             engine.shutdown()
@@ -208,19 +204,13 @@ def without_towers(module: Any, towers: tuple[str, ...]) -> None:
 
 
 class Asked(serve_work.Asked):
-    """An engine whose scheduler is another process.
-
-    Attributes:
-        drafts: that a step verifies of each sequence.
-        drafted: drafted and accepted tokens of the answers that `greedy` got.
-    """
+    """An engine whose scheduler is another process."""
 
     engine: Any
-    drafts: int = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.drafted = {"draft": 0, "accepted": 0}
+        self.counted = {"draft": 0, "accepted": 0}
 
     def generate(self, prompts: list[list[int]], new_tokens: list[int]) -> float:
         begin = time.perf_counter()
@@ -236,8 +226,11 @@ class Asked(serve_work.Asked):
         )
         for name, key in (("draft", "proposed"), ("accepted", "correct")):
             found = (output["meta_info"].get(f"spec_num_{key}_drafts", 0) for output in outputs)
-            self.drafted[name] += sum(found)
+            self.counted[name] += sum(found)
         return [tokens_of(output) for output in outputs]
+
+    def drafted(self) -> dict[str, Any]:
+        return dict(self.counted)
 
     def forget(self) -> bool:
         return bool(self.engine.flush_cache().success)

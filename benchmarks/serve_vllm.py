@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     load_s = time.perf_counter() - begin
     loading = {key: round(value, 2) for key, value in compilation.spent.items()}
     compilation.kernels.clear()
-    asked.llm, asked.log, asked.drafts = llm, decode_vllm.StepLog(llm), args.drafts or 0
+    asked.llm, asked.log = llm, decode_vllm.StepLog(llm)
     head = {
         **head_of(llm),
         "environment": environment(args, args.attention_backend),
@@ -150,9 +150,6 @@ def run(args: argparse.Namespace) -> int:
     expect_layers(head["layers"], bool(args.attention_backend))
     side.add(row("model load", "load", 1e3 * load_s, **loading))
     measure(side, asked, args.parts)
-    if args.drafts:
-        side.data["drafts"] = drafts_of(llm)
-        say(f"drafts: {side.data['drafts']}")
     side.save()
     compiled = compilation.kernels
     ours = [name for name in compiled if any(part in name for part in serve_profile.OURS)]
@@ -174,7 +171,6 @@ class Asked(serve_work.Asked):
 
     llm: Any
     log: decode_vllm.StepLog
-    drafts: int = 0
 
     def generate(self, prompts: list[list[int]], new_tokens: list[int]) -> float:
         import torch
@@ -193,6 +189,14 @@ class Asked(serve_work.Asked):
         asked = self.requests(prompts, [serve_agreement.NEW_TOKENS] * len(prompts), logprobs=2)
         outputs = self.llm.generate(*asked, use_tqdm=False)
         return [serve_agreement.tokens_of(output) for output in outputs]
+
+    def drafted(self) -> dict[str, Any]:
+        """With the memory of a request for its drafts in all KDA layers, in KiB: blocks of the
+        cache for states, and records."""
+        values = {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}
+        of = "vllm:spec_decode_num_{}_tokens"
+        found = {name: values[of.format(name)] for name in ("draft", "accepted")}
+        return {**found, **self.llm.collective_rpc(draft_memory_kib)[0]}
 
     def forget(self) -> bool:
         return bool(self.llm.reset_prefix_cache())
@@ -385,17 +389,8 @@ def register_loader() -> None:
     after_import("vllm.models.glm5next.common.mtp", exchange)
 
 
-def drafts_of(llm: Any) -> dict[str, Any]:
-    """Drafted and accepted tokens, and the memory of a request for its drafts in all KDA layers, in
-    KiB: blocks of the cache for states, and records."""
-    counted = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    of = "vllm:spec_decode_num_{}_tokens"
-    found = {name: counted[of.format(name)] for name in ("draft", "accepted")}
-    return {**found, **llm.collective_rpc(draft_memory_kib)[0]}
-
-
 def draft_memory_kib(worker: Any) -> dict[str, float]:
-    """Of a rank; see `drafts_of`."""
+    """Of a rank; see `Asked.drafted`."""
     runner = worker.model_runner
     groups = runner.kv_cache_config.kv_cache_groups
     blocks = sum(

@@ -12,8 +12,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-EMBEDDED = 16.0
-"""Scale of embeddings in a model with a draft layer."""
+EMBEDDED = 1 / 128
+"""Scale of embeddings in a model with a draft layer, in widths of the model: layers add more, the
+wider they are."""
 TEXT_MODELS = {"kimi_linear": "KimiLinearForCausalLM", "glm5_next_text": "Glm5NextForCausalLM"}
 """vLLM's class of a configuration's part about the language model, by its type."""
 
@@ -54,9 +55,9 @@ def draw_weights(model: Any) -> None:
         elif x.is_floating_point():
             x.normal_(0.0, 0.02, generator=generator)
         if has_draft_layer and "embed" in name:
-            x.mul_(EMBEDDED / 0.02)
+            x.mul_(EMBEDDED * x.shape[1] / 0.02)
         elif has_draft_layer and name.endswith("eh_proj.weight"):
-            x[:, : len(x)].diagonal().add_(EMBEDDED)  # it reads [embedding, hidden state]
+            x[:, : len(x)].diagonal().add_(EMBEDDED * len(x))  # it reads [embedding, hidden state]
 
 
 def copy_decode_weights(model: Any) -> None:
@@ -114,7 +115,7 @@ def model_directory(args: argparse.Namespace, *, only_text: bool = False) -> str
         key = "n_routed_experts" if "n_routed_experts" in text else "num_experts"
         text[key] = args.experts
     elif args.experts == 0:
-        text["first_k_dense_replace"] = args.layers
+        text["first_k_dense_replace"] = args.layers + args.draft_layer
     if args.draft_layer:
         text["num_nextn_predict_layers"] = 1
     if only_text and text is not config:
