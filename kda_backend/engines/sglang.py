@@ -46,9 +46,7 @@ def register() -> None:
 def _present(backend: Any, runner: Any) -> bool:
     from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 
-    # a draft layer of Ling-V3 is softmax attention, around which sglang builds a KDA backend too
-    linear = getattr(backend, "linear_attn_backend", None)
-    return isinstance(linear, KDAAttnBackend) and not runner.is_draft_worker
+    return isinstance(getattr(backend, "linear_attn_backend", None), KDAAttnBackend)
 
 
 def _install(backend: Any, runner: Any) -> None:
@@ -59,6 +57,11 @@ def _install(backend: Any, runner: Any) -> None:
         sglang_records,
     )
 
+    if runner.is_draft_worker:
+        # Ling-V3's draft layer, for which sglang builds a KDA backend, is softmax attention: there
+        # is nothing to capture, and the pools' records are of the model's own layers
+        backend.use_captured_forward_metadata_for_breakable_cuda_graph = False
+        return
     sglang_ngram.keep_one_path()
     ours = sglang_layer.install(backend.linear_attn_backend, runner)
     sglang_records.install_commit(backend, verifies="drafts" in ours)
