@@ -106,6 +106,9 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         how: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
         if args.draft_layer:  # of the whole configuration: vLLM knows a draft layer by its type
             how = {"method": "mtp", "model": model_directory(args)}
+            linear = text_config(args).get("linear_attn_config", {})
+            # Kimi-K3's records are vLLM's own
+            options["use_replayssm"] = linear.get("use_full_rank_gate", False)
         options["speculative_config"] = {"num_speculative_tokens": args.drafts, **how}
         options["disable_log_stats"] = False  # which count accepted drafts
     if args.variant == serve_sides.UPSTREAM_GRAPHS:

@@ -81,6 +81,7 @@ def test_a_models_own_layer_drafts(name: str, target: str, draft: str) -> None:
     assert drafts.draft_model_config.architectures == [draft] and drafts.method == "mtp"
     text = drafts.draft_model_config.hf_text_config
     assert (text.num_hidden_layers, text.num_nextn_predict_layers) == (4, 1)
+    assert arguments.use_replayssm == (name == "kimi_k3")
     assert drafts.num_speculative_tokens == 4 and drafts.draft_model_config.get_head_size() == 576
 
 
