@@ -111,6 +111,8 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
             options["use_replayssm"] = linear.get("use_full_rank_gate", False)
         options["speculative_config"] = {"num_speculative_tokens": args.drafts, **how}
         options["disable_log_stats"] = False  # which count accepted drafts
+        if "kv_cache_memory_bytes" in options:
+            options["kv_cache_memory_bytes"] += 4 * 2**30  # states after drafted tokens
     if args.variant == serve_sides.UPSTREAM_GRAPHS:
         hidden_size = text_config(args)["hidden_size"]
         most = prefill_graphs.most_tokens(hidden_size, args.ranks, BUDGET)
@@ -199,7 +201,7 @@ class Asked(serve_work.Asked):
         values = {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}
         of = "vllm:spec_decode_num_{}_tokens"
         found = {name: values[of.format(name)] for name in ("draft", "accepted")}
-        return {**found, **self.llm.collective_rpc(draft_memory_kib)[0]}
+        return {**found, **self.llm.collective_rpc(decode_vllm.draft_memory_kib)[0]}
 
     def forget(self) -> bool:
         return bool(self.llm.reset_prefix_cache())
@@ -390,22 +392,6 @@ def register_loader() -> None:
         mtp.get_sparse_topk_buffer_width = lambda config: 0
 
     after_import("vllm.models.glm5next.common.mtp", exchange)
-
-
-def draft_memory_kib(worker: Any) -> dict[str, float]:
-    """Of a rank; see `Asked.drafted`."""
-    runner = worker.model_runner
-    groups = runner.kv_cache_config.kv_cache_groups
-    blocks = sum(
-        getattr(group.kv_cache_spec, "num_speculative_blocks", 0)
-        * group.kv_cache_spec.page_size_bytes
-        * len(group.layer_names)
-        for group in groups
-    )
-    kept = [getattr(layer, "recoverssm_records", None) for layer in runner.model.modules()]
-    rows = runner.vllm_config.scheduler_config.max_num_seqs
-    records = sum(one.correction.nbytes + one.key_gate.nbytes for one in kept if one is not None)
-    return {"blocks_kib": blocks / 1024, "records_kib": records / rows / 1024}
 
 
 def layer_classes(model: Any) -> dict[str, int]:

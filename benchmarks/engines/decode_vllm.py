@@ -120,3 +120,20 @@ def part_of_a_step(
         f"{name}_ms": sum(ms for ms, _ in own.values()),
     }
     return found, own
+
+
+def draft_memory_kib(worker: Any) -> dict[str, float]:
+    """Memory of a request for its drafts in all KDA layers of a rank: blocks of the cache, which keep
+    states, and records."""
+    runner = worker.model_runner
+    groups = runner.kv_cache_config.kv_cache_groups
+    blocks = sum(
+        getattr(group.kv_cache_spec, "num_speculative_blocks", 0)
+        * group.kv_cache_spec.page_size_bytes
+        * len(group.layer_names)
+        for group in groups
+    )
+    kept = [getattr(layer, "recoverssm_records", None) for layer in runner.model.modules()]
+    rows = runner.vllm_config.scheduler_config.max_num_seqs
+    records = sum(one.correction.nbytes + one.key_gate.nbytes for one in kept if one is not None)
+    return {"blocks_kib": blocks / 1024, "records_kib": records / rows / 1024}
