@@ -14,6 +14,10 @@ of Kimi-Linear-48B. ``--beside`` loads all sides at the same time, with small ca
 one after the other; ``--variant`` adds a side: upstream with the graph sizes that the flag chooses
 by itself, or the flag with another option.
 
+``--drafts`` are looked up in prompt and answer, or with ``--draft-layer`` come from the model's own
+MTP layer, whose weights and the embeddings are then drawn so that many drafts are right. A decode
+step verifies the drafts of all sequences; the file holds how many were accepted.
+
 Parts of ``run``, on one load of the model:
 
 - first: the first request after the load.
@@ -196,8 +200,7 @@ class Asked(serve_work.Asked):
         return [serve_agreement.tokens_of(output) for output in outputs]
 
     def drafted(self) -> dict[str, Any]:
-        """With the memory of a request for its drafts in all KDA layers, in KiB: blocks of the
-        cache for states, and records."""
+        """With `decode_vllm.draft_memory_kib`."""
         values = {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}
         of = "vllm:spec_decode_num_{}_tokens"
         found = {name: values[of.format(name)] for name in ("draft", "accepted")}

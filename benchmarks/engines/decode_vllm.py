@@ -123,7 +123,7 @@ def part_of_a_step(
 
 
 def draft_memory_kib(worker: Any) -> dict[str, float]:
-    """Memory of a request for its drafts in all KDA layers of a rank: blocks of the cache, which keep
+    """Memory of a request for its drafts in all KDA layers of a rank: blocks of the cache for
     states, and records."""
     runner = worker.model_runner
     groups = runner.kv_cache_config.kv_cache_groups
