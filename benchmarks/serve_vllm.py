@@ -380,8 +380,8 @@ def head_of(llm: Any) -> dict[str, Any]:
 
 
 def register_loader() -> None:
-    """A load format ``drawn``, which fills a model with `draw_weights`; GLM's draft layer, which
-    has an indexer's buffer also where its attention is dense, is given an empty one."""
+    """A load format ``drawn``, which fills a model with `draw_weights`; GLM's draft layer, for which
+    vLLM makes an indexer's buffer where attention is dense too, goes without it."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -392,7 +392,9 @@ def register_loader() -> None:
             copy_decode_weights(model)
 
     def exchange(mtp: Any) -> None:
+        layer = mtp.Glm5NextDecoderLayer
         mtp.get_sparse_topk_buffer_width = lambda config: 0
+        mtp.Glm5NextDecoderLayer = lambda **given: layer(**{**given, "topk_indices_buffer": None})
 
     after_import("vllm.models.glm5next.common.mtp", exchange)
 
