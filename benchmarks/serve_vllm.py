@@ -380,8 +380,8 @@ def head_of(llm: Any) -> dict[str, Any]:
 
 
 def register_loader() -> None:
-    """A load format ``drawn``, which fills a model with `draw_weights`; GLM's draft layer, for which
-    vLLM makes an indexer's buffer where attention is dense too, goes without it."""
+    """A load format ``drawn``, which fills a model with `draw_weights`; GLM's draft layer, for
+    which vLLM makes an indexer's buffer where attention is dense too, goes without it."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
