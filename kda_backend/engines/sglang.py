@@ -58,10 +58,7 @@ def _install(backend: Any, runner: Any) -> None:
     )
 
     if runner.is_draft_worker:
-        # Ling-V3's draft layer, for which sglang builds a KDA backend, is softmax attention: there
-        # is nothing to capture, and the pools' records are of the model's own layers
-        backend.use_captured_forward_metadata_for_breakable_cuda_graph = False
-        return
+        return  # Ling-V3's draft layer, softmax attention beside the pools of the model's own
     sglang_ngram.keep_one_path()
     ours = sglang_layer.install(backend.linear_attn_backend, runner)
     sglang_records.install_commit(backend, verifies="drafts" in ours)

@@ -137,10 +137,8 @@ def test_a_draft_layer_shares_the_pools_and_keeps_its_attention(upstreams: None,
     draft = SimpleNamespace(**vars(served.runner))
     draft.is_draft_worker, draft.model = True, torch.nn.Linear(1, 1)
     full = attention_registry.ATTENTION_BACKENDS["torch_native"](draft)
-    backend = attention_registry.attn_backend_wrapper(draft, full)
-    linear = backend.linear_attn_backend
+    linear = attention_registry.attn_backend_wrapper(draft, full).linear_attn_backend
     assert type(linear) is type(served.backend.linear_attn_backend)
-    assert not backend.use_captured_forward_metadata_for_breakable_cuda_graph
     assert type(linear.kernel_dispatcher.decode_kernel) is TritonKDAKernel
 
 
