@@ -13,8 +13,6 @@ import torch
 from sglang.srt.configs.hybrid_arch import hybrid_kda_config, mambaish_config
 from sglang.srt.configs.mamba_utils import KimiLinearCacheParams
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.attention import attention_registry
-from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.runtime_context import get_exec, get_schedule, publish
 
@@ -37,6 +35,7 @@ from tests.engines.kda.sglang.test_drafts import (  # its tests too, of this mod
     drafts,
     kept_of,
     options,
+    test_a_drafting_models_own_backend_is_left_alone,  # noqa: F401
     test_a_graph_of_drafts_serves_other_requests_than_it_was_captured_with,  # noqa: F401
     test_drafts_are_verified_and_what_is_accepted_is_kept,  # noqa: F401
     test_drafts_of_different_lengths,  # noqa: F401
@@ -128,18 +127,6 @@ def test_more_requests_run(upstreams: None, name: str, ling: str) -> None:
     # counted by slot, of which a request has three at least
     counted = 3 * params.replayssm_ring_bytes_per_req(record_len=16) / len(params.layers)
     assert row <= counted <= row + 3
-
-
-def test_a_draft_layer_shares_the_pools_and_keeps_its_attention(upstreams: None, ling: str) -> None:
-    """Ling-V3's is softmax attention, for which sglang builds the backend of the model's layers."""
-    served = Served(*options(1, FLAG, "--model-path", ling))
-    assert kept_of(served)
-    draft = SimpleNamespace(**vars(served.runner))
-    draft.is_draft_worker, draft.model = True, torch.nn.Linear(1, 1)
-    full = attention_registry.ATTENTION_BACKENDS["torch_native"](draft)
-    linear = attention_registry.attn_backend_wrapper(draft, full).linear_attn_backend
-    assert type(linear) is type(served.backend.linear_attn_backend)
-    assert type(linear.kernel_dispatcher.decode_kernel) is TritonKDAKernel
 
 
 def loaded(*arguments: str) -> tuple[Any, Any]:
