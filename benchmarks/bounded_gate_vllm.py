@@ -182,46 +182,17 @@ def load(args: argparse.Namespace) -> Any:
     (model / "config.json").write_text(json.dumps(CONFIGS[args.model]))
     small = args.model in SMALL
     options: dict[str, Any] = {}
-    if args.model == "glm_small":
-        options["hf_overrides"] = with_dense_attention
     if small:  # four engines share the GPU
         options |= {"kv_cache_memory_bytes": 4 * 2**30, "gpu_memory_utilization": 0.2}
     return serve_vllm.drawn_engine(
         args.attention_backend,
         str(model),
-        copy_all_decode_weights,
         max_model_len=16384,
         max_num_batched_tokens=BUDGET,
         max_num_seqs=64 if small else 256,
         enable_prefix_caching=True,
         **options,
     )
-
-
-def copy_all_decode_weights(model: Any) -> None:
-    """Make the copies of weights that upstream's loaders would: Kimi-K3's decode kernel reads a
-    transposed filter and an fp32 norm."""
-    for layer in model.modules():
-        copy_decode_weights(layer)
-
-
-def copy_decode_weights(layer: Any) -> None:
-    """Fill the buffers of a Kimi-K3 layer that has any."""
-    filters = getattr(layer, "decode_conv1d_weight", None)
-    norm = getattr(layer, "decode_norm_weight", None)
-    if filters is not None:
-        parts, width, channels = filters.shape
-        filters.copy_(layer.conv1d.weight.data.view(parts, channels, width).transpose(1, 2))
-    if norm is not None:
-        norm.copy_(layer.o_norm.weight.data)
-
-
-def with_dense_attention(config: Any) -> Any:
-    """GLM's configuration without its indexer, and with the 64 channels beside a latent that dense
-    MLA kernels expect: its class in transformers allows neither."""
-    for name, value in {"index_topk": None, "qk_rope_head_dim": 64, "qk_head_dim": 192}.items():
-        object.__setattr__(config, name, value)
-    return config
 
 
 def prefill_backend(model: Any) -> list[str]:

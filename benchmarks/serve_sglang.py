@@ -153,6 +153,12 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         arguments["speculative_algorithm"] = "NGRAM"
         arguments["speculative_num_draft_tokens"] = 1 + args.drafts
         arguments["speculative_ngram_max_bfs_breadth"] = 1
+    if args.drafts and args.draft_layer:
+        arguments["speculative_algorithm"] = "NEXTN"
+        arguments["speculative_draft_model_path"] = arguments["model_path"]
+        arguments["speculative_num_steps"] = args.drafts
+        arguments["speculative_eagle_topk"] = 1
+        arguments["max_running_requests"] = 64  # sglang's own are 48
     if args.variant == NO_GRAPHS:
         arguments["disable_prefill_cuda_graph"] = True
     if args.variant == serve_sides.UPSTREAM_GRAPHS:
@@ -202,6 +208,10 @@ class Asked(serve_work.Asked):
 
     engine: Any
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = {"draft": 0, "accepted": 0}
+
     def generate(self, prompts: list[list[int]], new_tokens: list[int]) -> float:
         begin = time.perf_counter()
         self.engine.generate(input_ids=prompts, sampling_params=sampling(new_tokens))
@@ -214,7 +224,13 @@ class Asked(serve_work.Asked):
             return_logprob=True,
             top_logprobs_num=2,
         )
+        for name, key in (("draft", "proposed"), ("accepted", "correct")):
+            found = (output["meta_info"].get(f"spec_num_{key}_drafts", 0) for output in outputs)
+            self.counted[name] += sum(found)
         return [tokens_of(output) for output in outputs]
+
+    def drafted(self) -> dict[str, Any]:
+        return dict(self.counted)
 
     def forget(self) -> bool:
         return bool(self.engine.flush_cache().success)
@@ -264,7 +280,8 @@ def measure(
         side.part("profiles", 30, lambda: profiles(asked))
     if "decode" in parts:
         for count, length in DECODES:
-            if count > room[0] or count * (length + new_tokens(count, length)) > room[1]:
+            new = new_tokens(count, length, asked.drafts)
+            if count > room[0] or count * (length + new) > room[1]:
                 name = decode_name(count, length)
                 side.leave_out(name, f"{room[0]:,} requests and {room[1]:,} tokens have room")
                 continue
@@ -275,14 +292,16 @@ def measure(
             )
 
 
-def new_tokens(count: int, length: int) -> int:
-    """So many that all sequences decode at once, as a step reads at most `BUDGET` of prompts."""
-    return 2 * INTERVALS + -(-2 * count * length // BUDGET)
+def new_tokens(count: int, length: int, drafts: int = 0) -> int:
+    """So many that all sequences decode at once, as a step reads at most `BUDGET` of prompts, and
+    with ``drafts`` writes up to so many tokens more of each."""
+    return (1 + drafts) * (2 * INTERVALS + -(-2 * count * length // BUDGET))
 
 
 def add_step(side: SideFile, asked: Asked, count: int, length: int) -> None:
     """The row of a decode step, by the times between tokens of one sequence."""
-    times = intervals_ms(asked.arrivals(asked.prompts(count, length), new_tokens(count, length)))
+    new = new_tokens(count, length, asked.drafts)
+    times = intervals_ms(asked.arrivals(asked.prompts(count, length), new))
     spread = {"least_ms": min(times), "steps": len(times)}
     side.add(row(decode_name(count, length), "decode", median(times), **spread))
 

@@ -14,6 +14,10 @@ of Kimi-Linear-48B. ``--beside`` loads all sides at the same time, with small ca
 one after the other; ``--variant`` adds a side: upstream with the graph sizes that the flag chooses
 by itself, or the flag with another option.
 
+``--drafts`` are looked up in prompt and answer, or with ``--draft-layer`` come from the model's own
+MTP layer, whose weights and the embeddings are then drawn so that many drafts are right. A decode
+step verifies the drafts of all sequences; the file holds how many were accepted.
+
 Parts of ``run``, on one load of the model:
 
 - first: the first request after the load.
@@ -47,13 +51,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from backend_core.engines.after_import import after_import
 from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_sides, serve_work
 from benchmarks.engines.serve_model import (
+    copy_decode_weights,
     draw_weights,
     environment,
     model_directory,
     text_config,
     versions,
+    with_dense_attention,
 )
 from benchmarks.engines.serve_work import BUDGET, SideFile, call_name, decode_name, row, say
 from benchmarks.engines.vllm_server import plant
@@ -100,9 +107,16 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if args.state:
         options["mamba_ssm_cache_dtype"] = args.state
     if args.drafts:
-        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-        drafts = {"method": "ngram", "num_speculative_tokens": args.drafts, **lookup}
-        options["speculative_config"] = drafts
+        how: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        if args.draft_layer:  # of the whole configuration: vLLM knows a draft layer by its type
+            how = {"method": "mtp", "model": model_directory(args)}
+            linear = text_config(args).get("linear_attn_config", {})
+            # Kimi-K3's records are vLLM's own
+            options["use_replayssm"] = linear.get("use_full_rank_gate", False)
+        options["speculative_config"] = {"num_speculative_tokens": args.drafts, **how}
+        options["disable_log_stats"] = False  # which count accepted drafts
+        if "kv_cache_memory_bytes" in options:
+            options["kv_cache_memory_bytes"] += 4 * 2**30  # states after drafted tokens
     if args.variant == serve_sides.UPSTREAM_GRAPHS:
         hidden_size = text_config(args)["hidden_size"]
         most = prefill_graphs.most_tokens(hidden_size, args.ranks, BUDGET)
@@ -125,7 +139,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as place:
         if args.ranks > 1:
             plant(Path(place), "vllm.general_plugins", "benchmarks.serve_vllm:draw_at_load")
-        llm = drawn_engine(args.attention_backend, model_directory(args), **engine_arguments(args))
+        model = model_directory(args, only_text=True)
+        llm = drawn_engine(args.attention_backend, model, **engine_arguments(args))
     load_s = time.perf_counter() - begin
     loading = {key: round(value, 2) for key, value in compilation.spent.items()}
     compilation.kernels.clear()
@@ -183,6 +198,13 @@ class Asked(serve_work.Asked):
         asked = self.requests(prompts, [serve_agreement.NEW_TOKENS] * len(prompts), logprobs=2)
         outputs = self.llm.generate(*asked, use_tqdm=False)
         return [serve_agreement.tokens_of(output) for output in outputs]
+
+    def drafted(self) -> dict[str, Any]:
+        """With `decode_vllm.draft_memory_kib`."""
+        values = {metric.name: getattr(metric, "value", None) for metric in self.llm.get_metrics()}
+        of = "vllm:spec_decode_num_{}_tokens"
+        found = {name: values[of.format(name)] for name in ("draft", "accepted")}
+        return {**found, **self.llm.collective_rpc(decode_vllm.draft_memory_kib)[0]}
 
     def forget(self) -> bool:
         return bool(self.llm.reset_prefix_cache())
@@ -251,10 +273,10 @@ def decode(side: SideFile, asked: Asked, count: int, length: int, kernels: bool)
         return asked.generate(prompts, [new] * count)
 
     prompts = asked.prompts(count, length)
-    side.add(
-        decode_vllm.step_row(asked.log, count, length, BUDGET, lambda new: generate(prompts, new))
-    )
-    if not kernels:
+    sizes = (count, length, BUDGET)
+    work = functools.partial(generate, prompts)
+    side.add(decode_vllm.step_row(asked.log, *sizes, work, drafts=asked.drafts))
+    if not kernels or asked.drafts:
         return None
     others = [asked.prompts(count, length) for _ in range(2)]
     found = decode_vllm.kernels_of_a_step(lambda new: generate(others.pop(), new))
@@ -318,19 +340,15 @@ def host(asked: Asked) -> dict[str, Any]:
     return found
 
 
-def drawn_engine(
-    attention_backend: str | None,
-    model: str,
-    then: Callable[[Any], None] = lambda model: None,
-    **options: Any,
-) -> Any:
-    """An engine in this process with random weights, which ``then`` changes."""
+def drawn_engine(attention_backend: str | None, model: str, **options: Any) -> Any:
+    """An engine in this process with random weights."""
     from vllm import LLM
 
-    register_loader(then)
+    register_loader()
     if attention_backend:
         options["attention_backend"] = attention_backend
-    return LLM(model=model, load_format="drawn", skip_tokenizer_init=True, seed=0, **options)
+    options |= {"load_format": "drawn", "hf_overrides": with_dense_attention}
+    return LLM(model=model, skip_tokenizer_init=True, seed=0, **options)
 
 
 def begin_host_trace(worker: Any) -> None:
@@ -352,8 +370,6 @@ def draw_at_load() -> None:
 
 def say_paths_of_layers() -> None:
     """Have this package's prefills say which paths they take."""
-    from backend_core.engines.after_import import after_import
-
     after_import("kda_backend.prefill.paths", serve_work.say_paths)
 
 
@@ -363,8 +379,9 @@ def head_of(llm: Any) -> dict[str, Any]:
     return {"head": versions("vllm"), "engine": engine_of(llm), "layers": layers}
 
 
-def register_loader(then: Callable[[Any], None] = lambda model: None) -> None:
-    """A load format ``drawn``, which fills a model with `draw_weights`; ``then`` changes it."""
+def register_loader() -> None:
+    """A load format ``drawn``, which fills a model with `draw_weights`; GLM's draft layer, for
+    which vLLM makes an indexer's buffer where attention is dense too, goes without it."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -372,7 +389,14 @@ def register_loader(then: Callable[[Any], None] = lambda model: None) -> None:
     class DrawnModelLoader(DummyModelLoader):  # type: ignore[misc]
         def load_weights(self, model: Any, model_config: Any) -> None:
             draw_weights(model)
-            then(model)
+            copy_decode_weights(model)
+
+    def exchange(mtp: Any) -> None:
+        layer = mtp.Glm5NextDecoderLayer
+        mtp.get_sparse_topk_buffer_width = lambda config: 0
+        mtp.Glm5NextDecoderLayer = lambda **given: layer(**{**given, "topk_indices_buffer": None})
+
+    after_import("vllm.models.glm5next.common.mtp", exchange)
 
 
 def layer_classes(model: Any) -> dict[str, int]:

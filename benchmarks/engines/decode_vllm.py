@@ -82,13 +82,16 @@ def step_row(
     budget: int,
     generate: Callable[[int], Any],
     what: str | None = None,
+    drafts: int = 0,
 ) -> dict[str, Any]:
-    """A row of a decode step, of `REPEATS` runs. ``generate(n)``: n tokens of each sequence."""
+    """A row of a decode step, of `REPEATS` runs. ``generate(n)``: n tokens of each sequence, for
+    each of which a step verifies so many ``drafts``."""
     new_tokens = STEPS + 4 + (steps_of_prefill(count, length, budget) if count > 1 else 0)
+    new_tokens *= 1 + drafts
     times = [
         ms
         for _ in range(REPEATS)
-        for ms in pure_steps_ms(log.of(lambda: generate(new_tokens)), count)
+        for ms in pure_steps_ms(log.of(lambda: generate(new_tokens)), count * (1 + drafts))
     ]
     spread = {"least_ms": min(times), "steps": len(times)}
     return row(what or decode_name(count, length), "decode", median(times), **spread)
@@ -117,3 +120,20 @@ def part_of_a_step(
         f"{name}_ms": sum(ms for ms, _ in own.values()),
     }
     return found, own
+
+
+def draft_memory_kib(worker: Any) -> dict[str, float]:
+    """Memory of a request for its drafts in all KDA layers of a rank: blocks of the cache for
+    states, and records."""
+    runner = worker.model_runner
+    groups = runner.kv_cache_config.kv_cache_groups
+    blocks = sum(
+        getattr(group.kv_cache_spec, "num_speculative_blocks", 0)
+        * group.kv_cache_spec.page_size_bytes
+        * len(group.layer_names)
+        for group in groups
+    )
+    kept = [getattr(layer, "recoverssm_records", None) for layer in runner.model.modules()]
+    rows = runner.vllm_config.scheduler_config.max_num_seqs
+    records = sum(one.correction.nbytes + one.key_gate.nbytes for one in kept if one is not None)
+    return {"blocks_kib": blocks / 1024, "records_kib": records / rows / 1024}

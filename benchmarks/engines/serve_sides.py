@@ -71,12 +71,13 @@ def commands(
         command.add_argument("--calls", nargs="+", type=shape, default=CALLS, help="as 1x512")
         command.add_argument("--ranks", type=int, default=1, help="GPUs, by tensor parallelism")
         command.add_argument("--variant", choices=variants, help="one more side")
+        command.add_argument("--drafts", type=int, help="tokens looked up in prompt and answer")
+        command.add_argument("--draft-layer", action="store_true", help="the model's own drafts")
         command.add_argument("--caches", type=Path, help="of what is compiled, kept; else empty")
     if parts:
         two.add_argument("--beside", action="store_true", help="load all sides at the same time")
         two.add_argument("--spread", action="store_true", help="each side on GPUs of its own")
         one.add_argument("--state", help="dtype of KDA's states")
-        one.add_argument("--drafts", type=int, help="tokens looked up in prompt and answer")
         one.add_argument("--turns", type=Path, help="the lock of sides beside each other")
         one.add_argument("--own-gpu", action="store_true", help="which those sides do not share")
     one.add_argument("--until", type=float, default=math.inf, help="no part starts later; time()")
@@ -100,9 +101,10 @@ def sides_of(args: argparse.Namespace, flag: list[str], more: list[str]) -> dict
     """
     common = ["--config", str(args.config), "--parts", *args.parts, *more]
     common += ["--calls", *(f"{count}x{length}" for count, length in args.calls)]
-    for name in ("layers", "heads", "experts", "caches", "ranks"):
+    for name in ("layers", "heads", "experts", "caches", "ranks", "drafts"):
         if getattr(args, name) is not None:
             common += [f"--{name}", str(getattr(args, name))]
+    common += ["--draft-layer"] * args.draft_layer
     # ours first: what fails in it shows before upstream's minutes are spent
     sides = {"flag": [*common, *flag], "upstream": common}
     if args.variant:
@@ -319,7 +321,8 @@ def show(result: dict[str, Any]) -> None:
 
 
 def seen_in(log: str) -> dict[str, Any]:
-    """Of a side's log: by path the sizes of prefills, captured and eager, and sglang's steps.
+    """Of a side's log: by path the sizes of prefills, captured and eager, and sglang's steps and
+    its buffers of states after drafted tokens.
 
     ``replayed`` counts the steps in graphs of as many tokens as no eager prefill had: there no
     Python of a KDA layer ran.
@@ -334,4 +337,9 @@ def seen_in(log: str) -> dict[str, Any]:
     steps = [(int(tokens), graph == "True") for tokens, graph in re.findall(step, log)]
     counts = {"steps": len(steps), "in_graphs": sum(graph for _, graph in steps)}
     counts["replayed"] = sum(graph and tokens not in eager for tokens, graph in steps)
-    return {"paths": paths, **({"prefill_steps": counts} if steps else {})}
+    states = re.findall(r"intermediate_ssm_state_cache size: ([\d.]+)GB", log)
+    return {
+        "paths": paths,
+        **({"prefill_steps": counts} if steps else {}),
+        **({"states_of_drafts_gib": float(states[-1])} if states else {}),
+    }

@@ -54,6 +54,7 @@ class Asked(ABC):
         calls: prompts and tokens of each of the calls that are timed.
         turn: of sides that run beside each other.
         ranks: GPUs.
+        drafts: that a step verifies of each sequence.
         most_running: requests that ran at a time in the last call; ``None`` where only the
             engine's log says so.
     """
@@ -62,13 +63,14 @@ class Asked(ABC):
     calls: Sequence[tuple[int, int]] = CALLS
     turn: Turn | None = None
     ranks: int = 1
+    drafts: int = 0
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
 
     def take(self, args: argparse.Namespace) -> None:
         """What the command line says of what is asked and of this process, before the engine."""
-        self.calls, self.ranks = args.calls, args.ranks
+        self.calls, self.ranks, self.drafts = args.calls, args.ranks, args.drafts or 0
         self.turn = Turn(args.turns, is_alone=not args.own_gpu) if args.turns else None
         if args.variant == DETERMINISTIC:
             os.environ["KDA_DSV4_DETERMINISTIC_PREFIX"] = "1"
@@ -86,6 +88,10 @@ class Asked(ABC):
     @abstractmethod
     def forget(self) -> bool:
         """Empty the prefix cache; whether the engine was idle enough to do so."""
+
+    @abstractmethod
+    def drafted(self) -> dict[str, Any]:
+        """Drafted and accepted tokens until now, and what more the engine says of drafts."""
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
         return [prompt_of(self.rng, length) for _ in range(count)]
@@ -162,6 +168,9 @@ def tokens_part(side: SideFile, asked: Asked, long: tuple[int, int] | None = Non
     if name in side.data:
         side.data[f"{name}_summary"] = serve_agreement.collapse(side.data[name])
         say(f"{name}: {side.data[f'{name}_summary']}")
+    if asked.drafts:
+        side.part("drafts", 0, asked.drafted)
+        say(f"drafts: {side.data.get('drafts')}")
 
 
 def call_name(count: int, length: int) -> str:

@@ -27,6 +27,11 @@ CUT = {
     "sglang_ling_3_tiny.json": "Ling-3.0-tiny's layers in sglang",
     "vllm033_4_heads.json": "Kimi-Linear-48B with four heads in vLLM",
     "sglang_4_heads.json": "Kimi-Linear-48B with four heads in sglang",
+    "vllm033_ling_3_tiny_drafts.json": "Ling-3.0-tiny with its own drafts in vLLM",
+    "sglang_ling_3_tiny_drafts.json": "Ling-3.0-tiny with its own drafts in sglang",
+    "vllm033_glm_5_3_flash_drafts.json": "GLM-5.3-Flash with its own drafts in vLLM",
+    "sglang_glm_5_3_flash_drafts.json": "GLM-5.3-Flash with its own drafts in sglang",
+    "vllm033_kimi_k3_drafts.json": "Kimi-K3 with its own drafts in vLLM",
 }
 
 _RECALL = (
@@ -237,7 +242,9 @@ def cut_models() -> list[str]:
         report = load(name)
         own = report["sides"]["flag"]["environment"]
         cut = [
-            f"{own[key]} {key}" for key in ("layers", "heads", "experts") if own[key] is not None
+            f"{own[key]} {key}"
+            for key in ("layers", "heads", "experts", "drafts")
+            if own.get(key) is not None
         ]
         more = [side for side in report["sides"] if side not in ("upstream", "flag")]
         names = {"upstream": "upstream", "flag": "with the flag"}
@@ -280,6 +287,7 @@ def _tokens_and_paths(report: dict[str, Any]) -> list[str]:
         ]
         if pairs:
             lines.append(f"- Greedy tokens of {prompts}: {'; '.join(pairs)}.")
+    lines += _drafts(report)
     flag = report["sides"]["flag"]
     for path, sizes in flag.get("paths", {}).items():
         how = [f"{len(of)} {kind} sizes of up to {max(of):,}" for kind, of in sizes.items() if of]
@@ -290,6 +298,19 @@ def _tokens_and_paths(report: dict[str, Any]) -> list[str]:
             f" CUDA graphs, {steps['replayed']:,} of them of sizes that no KDA layer saw outside of"
             " one."
         )
+    return lines
+
+
+def _drafts(report: dict[str, Any]) -> list[str]:
+    """Accepted drafts of each side, and what a request takes for them where the engine says so."""
+    lines = []
+    for side, data in report["sides"].items():
+        if found := data.get("drafts"):
+            line = f"- Drafts, {side}: {found['accepted']:,} of {found['draft']:,} accepted"
+            if "blocks_kib" in found:
+                line += f"; a request takes {found['blocks_kib']:,.0f} KiB of the cache for states"
+                line += f" and {found['records_kib']:,.0f} KiB of records"
+            lines.append(line + ".")
     return lines
 
 

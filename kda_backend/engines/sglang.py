@@ -57,6 +57,8 @@ def _install(backend: Any, runner: Any) -> None:
         sglang_records,
     )
 
+    if runner.is_draft_worker:
+        return  # Ling-V3's draft layer, softmax attention beside the pools of the model's own
     sglang_ngram.keep_one_path()
     ours = sglang_layer.install(backend.linear_attn_backend, runner)
     sglang_records.install_commit(backend, verifies="drafts" in ours)

@@ -81,8 +81,6 @@ def install(backend: Any, runner: Any) -> Sequence[str]:
         The phases that ours serve: ``"prefill"``, ``"decode"``, ``"drafts"``.
     """
     layers = _kda_layers(runner)
-    if not layers:
-        return ()  # a draft's model, whose layers are softmax attention
     device = torch.device(runner.device)
     pools = backend.req_to_token_pool
     states = [pools.mamba2_layer_cache(layer.layer_id).temporal for layer in layers]

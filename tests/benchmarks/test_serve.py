@@ -171,6 +171,15 @@ def test_decode_steps_are_those_after_the_last_piece_of_a_prompt() -> None:
     assert len(times) == 11 and times == pytest.approx([10.0] * 11)
 
 
+def test_a_decode_step_verifies_the_drafts_of_each_sequence() -> None:
+    asked: list[int] = []
+    log = types.SimpleNamespace(of=lambda call: (call(), steps)[1])
+    steps = [(0.0, 512), *((1.0 + 0.01 * i, 20) for i in range(12)), (2.0, 10)]
+    row = decode_vllm.step_row(log, 4, 128, BUDGET, asked.append, drafts=4)
+    assert row["ms"] == pytest.approx(10.0) and row["steps"] == 11 * decode_vllm.REPEATS
+    assert min(asked) >= 5 * decode_vllm.STEPS
+
+
 def test_the_gpus_busy_share_counts_overlap_once() -> None:
     spans = [("a", 0.0, 100.0), ("b", 50.0, 150.0), ("a", 200.0, 250.0)]
     found = serve_profile.summary(spans)
@@ -341,15 +350,41 @@ def test_a_model_is_cut_to_layers_heads_and_experts(
         assert linear["num_heads"] == 8
 
 
+def test_drafts_of_random_weights_are_often_right() -> None:
+    """Of a toy whose layer and draft layer each add something of their own."""
+    hidden, tokens = 512, torch.arange(512)
+    model = torch.nn.Module()
+    model.config = types.SimpleNamespace(text_config={}, num_nextn_predict_layers=1)
+    model.config.text_config = model.config
+    model.embed_tokens = torch.nn.Embedding(512, hidden)
+    model.lm_head, model.layer = torch.nn.Linear(hidden, 512), torch.nn.Linear(hidden, hidden)
+    model.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
+    with torch.no_grad():
+        for scale, least in ((1, 0.5), (0, 0.0)):
+            model.config.num_nextn_predict_layers = scale
+            serve_model.draw_weights(model)
+            x = model.embed_tokens(tokens)
+            norm = torch.nn.functional.layer_norm
+            unit = norm(x, (hidden,))
+            target = norm(x + model.layer(unit), (hidden,))
+            own = torch.cat((unit, norm(target, (hidden,))), -1)
+            guess = model.eh_proj(own)
+            guess = norm(guess + model.layer(norm(guess, (hidden,)).flip(1)), (hidden,))
+            right = (model.lm_head(guess).argmax(1) == model.lm_head(target).argmax(1)).float()
+            assert least <= right.mean() < (0.95 if scale else 0.05)
+
+
 def test_each_side_is_given_the_options_of_the_pair(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     words = ["--config", str(tmp_path), "--heads", "4", "--parts", "calls", "--calls", "1x4096"]
+    words += ["--drafts", "4", "--draft-layer"]
     args = options(*words, "--caches", str(tmp_path), "--variant", "deterministic_prefix")
     sides = serve_sides.sides_of(args, ["--attention-backend", "KDA"], [])
     assert list(sides) == ["flag", "upstream", "deterministic_prefix"]
     again = options(*sides["deterministic_prefix"])
     assert again.attention_backend == "KDA"
     same = ("config", "parts", "calls", "layers", "heads", "experts", "caches", "variant")
+    same += ("drafts", "draft_layer")
     assert {name: getattr(again, name) for name in same} == {n: getattr(args, n) for n in same}
     assert options(*sides["upstream"]).attention_backend is None
 

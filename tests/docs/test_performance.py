@@ -88,6 +88,8 @@ def test_a_cut_models_file_has_a_section_once_it_is_there(
     assert engines.cut_models() == []
     sides = {"flag": side_of_glm(2.0), "upstream": side_of_glm(3.0)}
     sides["no_prefill_graphs"] = side_of_glm(2.5)
+    memory = {"blocks_kib": 4096.0, "records_kib": 64.0}
+    sides["flag"]["drafts"] = {"draft": 4000, "accepted": 3000, **memory}
     report = {**serve_sides.join(sides), "beside": True}
     (tmp_path / "sglang_glm_5_3_flash.json").write_text(json.dumps(report))
     text = "\n".join(engines.cut_models())
@@ -98,6 +100,7 @@ def test_a_cut_models_file_has_a_section_once_it_is_there(
     )
     assert "| ms | upstream | with the flag | the flag, no prefill graphs | × |" in text
     assert "| 1 × 512 | 3.0 | 2.0 | 2.5 | 1.50 |" in text
+    assert "- Drafts, flag: 3,000 of 4,000 accepted; a request takes 4,096 KiB of the cache" in text
     assert "flag and no prefill graphs, apart 16 of 16 the same" in text
     assert "upstream and flag, resumed 16 of 16 the same" in text
     assert "`two_stage_sm90`: 2 captured sizes of up to 512, 1 eager sizes of up to 8,192" in text

@@ -144,6 +144,28 @@ def test_a_model_of_full_width_is_built_without_its_tower(
     assert gib < 30, "three sides beside each other have to fit on one H200"
 
 
+@with_the_models
+@pytest.mark.parametrize("words", [(), ("--flag",)], ids=["upstream", "flag"])
+@pytest.mark.parametrize(
+    ("name", "draft"),
+    [
+        ("glm_5_3_flash", "Glm5NextForConditionalGenerationNextN"),
+        ("ling_3_tiny", "BailingMoeForCausalLMNextN"),
+    ],
+)
+def test_a_models_own_layer_drafts(name: str, draft: str, words: tuple[str, ...]) -> None:
+    """Kimi-K3's does not: sglang has no class of it."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    args = resolved(options(name, *words, "--drafts", "4", "--draft-layer"))
+    found = SimpleNamespace(**args.resolved_dict())
+    assert (found.speculative_algorithm, found.speculative_num_steps) == ("EAGLE", 4)
+    assert (found.speculative_num_draft_tokens, found.max_running_requests) == (5, 64)
+    place = found.speculative_draft_model_path
+    config = ModelConfig.from_server_args(args, model_path=place, is_draft_model=True)
+    assert config.hf_config.architectures == [draft] and config.num_nextn_predict_layers == 1
+
+
 def test_a_step_in_a_graph_is_read_off_the_log() -> None:
     """As sglang writes it."""
     package = Path(inspect.getfile(importlib.import_module("sglang"))).parent / "srt"

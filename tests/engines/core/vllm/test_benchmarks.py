@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import inspect
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks import serve_vllm
+from benchmarks.engines.serve_model import model_directory, with_dense_attention
+
+CONFIGS = Path(serve_vllm.__file__).parent / "engines" / "configs"
 
 
 def test_weights_are_drawn_by_a_loader_of_its_own() -> None:
@@ -38,7 +44,45 @@ def test_the_scheduler_is_where_steps_are_logged() -> None:
     args = argparse.Namespace(
         turns=Path("turns"), variant=None, ranks=2, state="bfloat16", own_gpu=False, drafts=7
     )
+    args.draft_layer = False
     assert set(serve_vllm.engine_arguments(args)) <= known
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "draft"),
+    [
+        ("ling_3_tiny", "BailingMoeV3ForCausalLM", "BailingMoeV3MTPModel"),
+        ("kimi_k3", "KimiLinearForCausalLM", "KimiK3MTPModel"),
+        ("glm_5_3_flash", "Glm5NextForCausalLM", "Glm5NextMTPModel"),
+    ],
+)
+def test_a_models_own_layer_drafts(name: str, target: str, draft: str) -> None:
+    """Of the configurations that a side writes, as vLLM reads them."""
+    from vllm.config import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    if "glm" in name and importlib.util.find_spec("torchvision") is None:
+        pytest.skip("vLLM looks into GLM's class, whose package imports torchvision")
+    found: list[argparse.Namespace] = []
+    folder = ["--config", str(CONFIGS / name), "--layers", "4", "--drafts", "4", "--draft-layer"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve_vllm, "run", lambda args: bool(found.append(args)))
+        patch.setattr(sys, "argv", ["serve_vllm", "run", "side.json", *folder])
+        assert serve_vllm.main() == 0
+    arguments = EngineArgs(
+        model=model_directory(found[0], only_text=True),
+        skip_tokenizer_init=True,
+        hf_overrides=with_dense_attention,
+        **serve_vllm.engine_arguments(found[0]),
+    )
+    model = arguments.create_model_config()
+    drafts = arguments.create_speculative_config(model, ParallelConfig())
+    assert model.architectures == [target] and model.get_head_size() == 576
+    assert drafts.draft_model_config.architectures == [draft] and drafts.method == "mtp"
+    text = drafts.draft_model_config.hf_text_config
+    assert (text.num_hidden_layers, text.num_nextn_predict_layers) == (4, 1)
+    assert arguments.use_replayssm == (name == "kimi_k3")
+    assert drafts.num_speculative_tokens == 4 and drafts.draft_model_config.get_head_size() == 576
 
 
 def test_upstream_graphs_begin_with_vllms_own() -> None:

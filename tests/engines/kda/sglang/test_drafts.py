@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -498,7 +500,11 @@ def test_without_drafts_nothing_is_said(log_lines: list[str]) -> None:
 
 
 def test_a_drafting_models_own_backend_is_left_alone(served: Served, log_lines: list[str]) -> None:
-    """Its layers are softmax attention, whatever the target's are."""
-    runner = SimpleNamespace(**{**vars(served.runner), "model": torch.nn.Linear(2, 2)})
-    sglang_layer.install(served.backend.linear_attn_backend, runner)
-    assert not log_lines
+    """Its layers are softmax attention, whatever the target's are, beside the target's pools."""
+    of_draft = {"model": torch.nn.Linear(2, 2), "is_draft_worker": True}
+    runner = SimpleNamespace(**{**vars(served.runner), **of_draft})
+    full = attention_registry.ATTENTION_BACKENDS["torch_native"](runner)
+    linear = attention_registry.attn_backend_wrapper(runner, full).linear_attn_backend
+    assert type(linear) is type(served.backend.linear_attn_backend)
+    assert type(linear.kernel_dispatcher.decode_kernel) is TritonKDAKernel
+    assert not any("falling back" in line for line in log_lines)

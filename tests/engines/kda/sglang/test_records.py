@@ -35,6 +35,7 @@ from tests.engines.kda.sglang.test_drafts import (  # its tests too, of this mod
     drafts,
     kept_of,
     options,
+    test_a_drafting_models_own_backend_is_left_alone,  # noqa: F401
     test_a_graph_of_drafts_serves_other_requests_than_it_was_captured_with,  # noqa: F401
     test_drafts_are_verified_and_what_is_accepted_is_kept,  # noqa: F401
     test_drafts_of_different_lengths,  # noqa: F401
