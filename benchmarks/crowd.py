@@ -103,8 +103,13 @@ def document(
         "at_once": True,
         **({"drafts": drafts} if drafts else {}),
         "rows": [row for side, data in found.items() for row in rows_of(engine, side, data)],
-        "failed": {side: data["failed"] for side, data in found.items() if data["failed"]},
+        "failed": {side: lost for side, data in found.items() if (lost := lost_parts(data))},
     }
+
+
+def lost_parts(data: dict[str, Any]) -> dict[str, str]:
+    """Why a side has no row of a part that was asked for."""
+    return {**data["failed"], **dict.fromkeys(data.get("left_out", ()), "no time was left")}
 
 
 def rows_of(engine: str, side: str, data: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -126,6 +126,7 @@ def _headline() -> str:
     decodes = mla.decode_ratios(mla_report)
     flex = block_sparse.ratios(sparse, "FlexAttention")
     sage, sparge = drop_ins.eight_bit_ratios()
+    full = crowds.full_server_ratios()
     rows = [
         (
             f"KDA prefill, unbounded gate, {len(unbounded)} shapes",
@@ -161,13 +162,19 @@ def _headline() -> str:
         (f"SpargeAttn's functions in 8 bits, {len(sparge)} calls", "SpargeAttn", sparge),
         (f"`sageattn`, {len(sage)} calls", "SageAttention", sage),
         *(_headline_of_engine(name) for name in (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES)),
+        (
+            f"Kimi-Linear-48B's configuration in a full server of vLLM or sglang, {len(full)} loads",
+            "the engine without the flag, with states in the same format",
+            full,
+        ),
     ]
     cells = [
         [what, peer, f"{mean(x):.2f}×", f"{min(x):.2f}× to {max(x):.2f}×"] for what, peer, x in rows
     ]
     titles = ["operator", "compared with the fastest of", "speed-up, geometric mean", "range"]
     lines = table(titles, cells)
-    pairs = (load(name)["date"] for name in (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES))
+    servers = (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES, *crowds.FULL)
+    pairs = (load(name)["date"] for name in servers)
     dates = sorted({*pairs, *(x["date"] for x in (prefill, decode, mla_report, sparse))})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     intro = [

@@ -7,7 +7,9 @@ from typing import Any
 from docs.performance_parts.page import by_size, load, section, table
 
 FULL = {
-    "crowd_sglang.json": "A full server: Kimi-Linear-48B in sglang",
+    "crowd_vllm.json": "A full server: Kimi-Linear-48B in vLLM",
+    "crowd_sglang_float32.json": "A full server: Kimi-Linear-48B in sglang, float32 states",
+    "crowd_sglang.json": "A full server: Kimi-Linear-48B in sglang, by the format of states",
 }
 _SLOTS = {"sglang": "slots of states", "vllm": "blocks"}
 SAME_BITS = (
@@ -21,6 +23,20 @@ SAME_BITS = (
 def full_servers() -> list[str]:
     """Requests that run at a time and tokens per second, by the format of states."""
     return [line for name, title in FULL.items() for line in _full(name, title)]
+
+
+def full_server_ratios() -> list[float]:
+    """The rate with the flag over the engine's own, of each load with states in one format."""
+    rates = {
+        (name, row["what"], row["state"], row["side"]): row["tokens_per_s"]
+        for name in FULL
+        for row in load(name)["rows"]
+    }
+    return [
+        rate / rates[*load_of, "upstream"]
+        for (*load_of, side), rate in rates.items()
+        if side == "flag" and (*load_of, "upstream") in rates
+    ]
 
 
 def _full(name: str, title: str) -> list[str]:

@@ -42,9 +42,14 @@ Decode batch, #running-req: 3, #token: 1
 
 
 def test_a_side_that_fails_is_named_and_the_others_have_rows() -> None:
-    sides = {"upstream:float32": {"failed": {"process": "no file"}}, "flag:float32": side_of(4)}
+    sides = {
+        "upstream:float32": {"failed": {"process": "no file"}},
+        "flag:float32": side_of(4),
+        "flag:float16": side_of(4, rows=[], left_out=["crowd"]),
+    }
     found = crowd.document("vllm", {side: {"log": "", **data} for side, data in sides.items()})
-    assert found["failed"] == {"upstream:float32": {"process": "no file"}}
+    lost = {"process": "no file"}, {"crowd": "no time was left"}
+    assert found["failed"] == dict(zip(("upstream:float32", "flag:float16"), lost, strict=True))
     assert [(row["running"], row["slots"]) for row in found["rows"]] == [(4, 70), (4, 70)]
 
 
