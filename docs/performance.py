@@ -163,7 +163,7 @@ def _headline() -> str:
         (f"`sageattn`, {len(sage)} calls", "SageAttention", sage),
         *(_headline_of_engine(name) for name in (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES)),
         (
-            f"Kimi-Linear-48B's configuration in a full server of vLLM or sglang, {len(full)} loads",
+            f"A full server of Kimi-Linear-48B's configuration, either engine, {len(full)} loads",
             "the engine without the flag, with states in the same format",
             full,
         ),
