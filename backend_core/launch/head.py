@@ -21,23 +21,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 
-class Part(NamedTuple):
+class HeadPart(NamedTuple):
     """A parameter: the names of its arguments, and the class of their tuple if it is one."""
 
     names: tuple[str, ...]
     group: Any
 
 
-def parts_of(kernel: Any) -> tuple[Part, ...]:
+def parts_of(kernel: Any) -> tuple[HeadPart, ...]:
     """The parameters of a kernel, constexprs among them, in order."""
     kinds = inspect.get_annotations(kernel.fn, eval_str=True)
     parts = []
     for name in kernel.arg_names:
         fields = getattr(kinds.get(name), "_fields", None)
         if fields is None:
-            parts.append(Part((name,), None))
+            parts.append(HeadPart((name,), None))
         else:
-            parts.append(Part(tuple([_argument(name, x) for x in fields]), kinds[name]))
+            parts.append(HeadPart(tuple([_argument(name, x) for x in fields]), kinds[name]))
     return tuple(parts)
 
 
@@ -60,7 +60,7 @@ def flat(values: Iterable[Any]) -> Iterator[Any]:
         yield from value if isinstance(value, tuple) else (value,)
 
 
-def grouped(parts: Sequence[Part], values: Iterable[Any]) -> Iterator[Any]:
+def grouped(parts: Sequence[HeadPart], values: Iterable[Any]) -> Iterator[Any]:
     """Put the values of arguments, which come in order, together as the parameters take them; the
     last parameters may go without."""
     given = iter(values)

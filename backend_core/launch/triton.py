@@ -22,7 +22,7 @@ from triton import knobs
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from backend_core.launch.head import Part, grouped, parts_of
+from backend_core.launch.head import HeadPart, grouped, parts_of
 
 Argument: TypeAlias = "Tensor | TensorDescriptor | int | float | bool | None"
 Grid = tuple[int, int, int]
@@ -333,7 +333,7 @@ def _run_lines(values: str, indent: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _prepared_launch(
-    parts: tuple[Part, ...], takes: tuple[str, ...], absent: tuple[str, ...]
+    parts: tuple[HeadPart, ...], takes: tuple[str, ...], absent: tuple[str, ...]
 ) -> Callable[..., Launch]:
     """Makes `KernelLaunch.prepare`'s launches, of these parameters in order; it is generated as
     `_launchers` is. A tuple in which no address changes is made once."""

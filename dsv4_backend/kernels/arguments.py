@@ -86,7 +86,7 @@ class Step(NamedTuple):
     query_start_ptr: Any
 
 
-class Projections(NamedTuple):
+class V41Input(NamedTuple):
     """V4.1's `Input`: [T, RATIO·D] fp32, of ratio 1 also bf16; with score_ptr [T, D] fp32, of ratio
     2, it is [T, D] and has the strides of the scores."""
 

@@ -173,7 +173,7 @@ def pool_window(
     if BLOCK_W == WINDOW:
         b_kv, b_s = window_rows(
             0, o_d, window, step, token_ptr, stride_input_t, state, ape,
-            D, RATIO, STATE_BLOCK, LAYOUT, BLOCK_W,
+            D, RATIO, STATE_BLOCK, LAYOUT, BLOCK_W=BLOCK_W,
         )  # fmt: skip
         if RATIO == 4:
             b_top, b_sum, b_acc = pool_old_rows(b_kv, b_s)
@@ -186,7 +186,7 @@ def pool_window(
         for i_w in range(0, WINDOW, BLOCK_W):
             b_kv, b_s = window_rows(
                 i_w, o_d, window, step, token_ptr, stride_input_t, state, ape,
-                D, RATIO, STATE_BLOCK, LAYOUT, BLOCK_W,
+                D, RATIO, STATE_BLOCK, LAYOUT, BLOCK_W=BLOCK_W,
             )  # fmt: skip
             b_top = tl.maximum(b_max, tl.max(b_s, axis=0))
             b_scale = tl.exp2((b_max - b_top) * LOG2_E)

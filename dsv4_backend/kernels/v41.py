@@ -16,7 +16,7 @@ import triton.language as tl
 from backend_core.kernels.codecs import round_bf16
 from backend_core.kernels.pdl import pdl_begin, pdl_wait
 from backend_core.kernels.rope_hadamard import load_angles, rope_tail
-from dsv4_backend.kernels.arguments import Keys, Norm, Pages, Projections, State, Table, Tokens
+from dsv4_backend.kernels.arguments import Keys, Norm, Pages, State, Table, Tokens, V41Input
 from dsv4_backend.kernels.finish import rms_norm
 from dsv4_backend.kernels.pooling import LOG2_E
 from dsv4_backend.kernels.records import store_record
@@ -117,7 +117,7 @@ def store_main(
 
 @triton.jit
 def v41_step_kernel(
-    input: Projections,
+    input: V41Input,
     state: State,  # RATIO 2
     norm: Norm,
     keys: Keys,
@@ -197,7 +197,7 @@ def v41_step_kernel(
 def v41_latents_kernel(
     latent_ptr,  # [rows, D] bf16, written where a group ends
     token_ptr,  # [rows] int32, written: the token of each latent, or -1
-    input: Projections,
+    input: V41Input,
     state: State,  # RATIO 2
     norm: Norm,
     table: Table,

@@ -6,7 +6,7 @@ import triton.language as tl
 from backend_core.kernels.codecs import encode_e4m3, round_bf16
 from backend_core.kernels.pdl import pdl_begin, pdl_wait
 from backend_core.kernels.rope_hadamard import rotate_pairs
-from dsv4_backend.kernels.arguments import Keys, Pages, Projections, State, Table, Tokens
+from dsv4_backend.kernels.arguments import Keys, Pages, State, Table, Tokens, V41Input
 from dsv4_backend.kernels.records import (
     four_ue8m0,
     indexer_fp8_scale,
@@ -100,7 +100,7 @@ def write_ring_rows(
 def v41_keys_kernel(
     latent_ptr,  # [rows, D] bf16
     token_ptr,  # [rows] int32, the token of each latent, or -1
-    input: Projections,  # RATIO 2
+    input: V41Input,  # RATIO 2
     state: State,  # RATIO 2, written
     keys: Keys,
     table: Table,
