@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
+from backend_core.launch.head import grouped, parts_of
 from backend_core.launch.triton import OPTIONS
 from backend_core.target import KNOWN_TARGETS, Target
 
@@ -67,6 +68,33 @@ def compiled_again(family: str) -> tuple[str, ...]:
     return ("sm90", OTHERS[day // len(IN_TURN) % len(OTHERS)]) if turn else ("sm90",)
 
 
+def source_of(
+    kernel: Any,
+    types: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    attrs: Mapping[str, list[list[Any]]],
+) -> ASTSource:
+    """A variant of a kernel as Triton compiles it.
+
+    Args:
+        types, constexprs: as `compile_kernel` takes them.
+        attrs: Triton's attributes of run-time arguments.
+    """
+    parts = parts_of(kernel)
+    places = {
+        name: (i,) if part.group is None else (i, j)
+        for i, part in enumerate(parts)
+        for j, name in enumerate(part.names)
+    }
+    kinds = ["constexpr" if name in constexprs else types[name] for name in places]
+    return ASTSource(
+        kernel,
+        dict(zip(kernel.arg_names, grouped(parts, kinds), strict=True)),
+        constexprs={places[name]: value for name, value in constexprs.items()},
+        attrs={places[name]: values for name, values in attrs.items()},
+    )
+
+
 def compile_kernel(
     arch: str,
     kernel: Any,
@@ -86,17 +114,12 @@ def compile_kernel(
             taken to be within 2 GiB, for which buffer instructions are used.
     """
     target, _ = TARGETS[arch]
-    signature, attrs = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constexprs:
-            signature[name] = "constexpr"
-            continue
-        signature[name] = types[name]
-        attributes = [["tt.divisibility", 16]] if name in aligned else []
-        if target.backend == "hip" and types[name].startswith("*"):
-            attributes.append(["tt.pointer_range", 32])
-        attrs[(index,)] = attributes
-    source = ASTSource(kernel, signature, constexprs=dict(constexprs), attrs=attrs)
+    attrs = {}
+    for name, kind in types.items():
+        attrs[name] = [["tt.divisibility", 16]] if name in aligned else []
+        if target.backend == "hip" and kind.startswith("*"):
+            attrs[name].append(["tt.pointer_range", 32])
+    source = source_of(kernel, types, constexprs, attrs)
     compiled = triton.compile(source, target=target, options={**OPTIONS, **options})
     return measure(compiled)
 

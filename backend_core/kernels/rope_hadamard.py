@@ -23,14 +23,15 @@ def hadamard(b_x, D: tl.constexpr):
 
 
 @triton.jit
-def load_angles(table_ptr, position, stride_table_p, D: tl.constexpr, IS_SPLIT: tl.constexpr):
+def load_angles(table, position, D: tl.constexpr, IS_SPLIT: tl.constexpr):
     """(cos, sin) of position's 32 angles in the last 64 of [D] fp32; the others are undefined.
 
-    A table row holds 32 (cos, sin) pairs, or, if IS_SPLIT, 32 cosines and then 32 sines.
+    table: (ptr, stride_p) of rows, which hold 32 (cos, sin) pairs, or, if IS_SPLIT, 32 cosines and
+    then 32 sines.
     """
     o_t = tl.arange(0, D) - (D - 64)
     o_entry = (o_t >> 1) + 32 * (o_t & 1) if IS_SPLIT else o_t
-    row_ptr = table_ptr + position.to(tl.int64) * stride_table_p
+    row_ptr = table.ptr + position.to(tl.int64) * table.stride_p
     return tl.load(row_ptr + o_entry, mask=o_t >= 0).to(tl.float32)
 
 

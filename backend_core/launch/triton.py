@@ -22,6 +22,8 @@ from triton import knobs
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from backend_core.launch.head import HeadPart, grouped, parts_of
+
 Argument: TypeAlias = "Tensor | TensorDescriptor | int | float | bool | None"
 Grid = tuple[int, int, int]
 Launch = Callable[["tuple[int, ...]"], None]
@@ -51,7 +53,8 @@ class KernelLaunch:
 
     ``launch`` takes the arguments by name and first looks for their exact numbers. A pointer's
     name ends in ``_ptr``, a tensor descriptor's in ``_desc``, and in ``_source`` where it may be
-    either; only such arguments may be tensors there.
+    either; only such arguments may be tensors there. Arguments that stand in a tuple of the
+    kernel's head have names of their own (`backend_core.launch.head`).
 
     A key seen for the first time goes through ``fn.warmup``, which compiles only where Triton has
     no such variant yet. The stride of a dimension of one element is arbitrary, and of those that
@@ -92,7 +95,9 @@ class KernelLaunch:
         is compiled here is compiled for them too."""
         self._compiled: dict[tuple[object, ...], Any] = {}
         self._recent: dict[tuple[object, ...], Any] = {}
-        self.argument_names = names = tuple(n for n in fn.arg_names if n not in constexprs)
+        self._parts = parts_of(fn)
+        names = tuple(n for part in self._parts for n in part.names if n not in constexprs)
+        self.argument_names = names
         """Names of the run-time arguments, in the order of the kernel's signature."""
         self._strides = _strides(fn.__name__, names, axes or {})
         self.given = tuple(name for name in names if name not in self._strides)
@@ -131,8 +136,8 @@ class KernelLaunch:
             return _interpreted_launch(self, takes, grid, named)
         compiled, values = self._variant(**named)
         absent = tuple([name for name in takes if named.get(name) is None])
-        make = _prepared_launch(self.argument_names, takes, absent)
-        launch: Launch = make(compiled, grid, values, self._tail)
+        make = _prepared_launch(self._parts, takes, absent)
+        launch: Launch = make(compiled, grid, (*values, *self._tail))
         return launch
 
     def _call_by_name(self, grid: Grid, **named: Any) -> None:
@@ -155,7 +160,7 @@ class KernelLaunch:
         return [given[name] for name in self.argument_names]
 
     def _interpret(self, grid: Grid, *args: Argument) -> None:
-        self._fn[grid](*args, **self._kwargs)
+        self._fn[grid](*grouped(self._parts, args), **self._kwargs)
 
     def _find(
         self,
@@ -201,7 +206,8 @@ class KernelLaunch:
     def _compile(self, key: tuple[object, ...], args: tuple[Argument, ...]) -> Any:
         for launch in (self, *self.alternatives):
             if key not in launch._compiled:
-                compiled = launch._fn.warmup(*args, grid=(1,), **launch._kwargs)
+                given = grouped(launch._parts, args)
+                compiled = launch._fn.warmup(*given, grid=(1,), **launch._kwargs)
                 # Reading run loads the binary: not lazily at the first launch, which may be in a
                 # capture.
                 compiled.run  # noqa: B018
@@ -271,7 +277,9 @@ def _launchers(
         ]
         exact += filled
         value_of |= {name: name for name in filled}
-    values = ", ".join(value_of[name] for name in kernel.argument_names)
+    values = [value_of[name] for name in kernel.argument_names]
+    constants = {f"constant_{n}": value for n, value in enumerate(kernel._tail)}
+    arguments = map(_source, grouped(kernel._parts, (*values, *constants)))
     named = ", ".join(f"{name!r}: {name}" for name in (*given, *strides))
     lines += [
         "    active = driver.active",
@@ -287,23 +295,29 @@ def _launchers(
         "find": kernel._find,
         "described": lambda x: _described(x, hip),
         "hooks": knobs.runtime,
-        "tail": kernel._tail,
+        **constants,
     }
     function = [
         f"def launch(grid, *, {', '.join(given)}):",
         *lines,
-        *_run_lines("*grid", f"{values}, *tail", "    "),
+        *_run_lines(", ".join(arguments), "    "),
         f"def variant(*, {', '.join(given)}):",
         *lines,
-        f"    return compiled, ({values},)",
+        f"    return compiled, {_source(tuple(values))}",
     ]
     exec("\n".join(function), scope)
     return scope["launch"], scope["variant"]
 
 
-def _run_lines(grid: str, values: str, indent: str) -> list[str]:
+def _source(argument: Any) -> str:
+    """Source text of what a parameter takes, of that of its arguments."""
+    return f"({', '.join(argument)},)" if isinstance(argument, tuple) else argument
+
+
+def _run_lines(values: str, indent: str) -> list[str]:
     """Source text: a launch of ``compiled`` on the current stream, by Triton's own launcher."""
     lines = [
+        "grid_x, grid_y, grid_z = grid",
         "stream = active.get_current_stream(device)",
         "enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook",
         # a chain of hooks has its calls; a hook may also be a function, or None
@@ -311,28 +325,37 @@ def _run_lines(grid: str, values: str, indent: str) -> list[str]:
         f"    compiled[grid]({values}, stream=stream)",
         "else:",
         "    function, metadata = compiled.function, compiled.packed_metadata",
-        f"    compiled.run({grid}, stream, function, metadata, None, None, None, {values})",
+        "    compiled.run(grid_x, grid_y, grid_z, stream, function, metadata,"
+        f" None, None, None, {values})",
     ]
     return [indent + line for line in lines]
 
 
 @functools.lru_cache(maxsize=1024)
 def _prepared_launch(
-    names: tuple[str, ...], takes: tuple[str, ...], absent: tuple[str, ...]
+    parts: tuple[HeadPart, ...], takes: tuple[str, ...], absent: tuple[str, ...]
 ) -> Callable[..., Launch]:
-    """Makes `KernelLaunch.prepare`'s launches, of these arguments in order; it is generated as
-    `_launchers` is."""
+    """Makes `KernelLaunch.prepare`'s launches, of these parameters in order; it is generated as
+    `_launchers` is. A tuple in which no address changes is made once."""
+    names = [name for part in parts for name in part.names]
     taken = [name for name in takes if name in names and name not in absent]
     fixed = [f"fixed_{n}" if name not in taken else "_" for n, name in enumerate(names)]
     values = [f"fixed_{n}" if name not in taken else name for n, name in enumerate(names)]
+    kept, arguments = [], []
+    for n, argument in enumerate(grouped(parts, values)):
+        arguments.append(_source(argument))
+        if isinstance(argument, tuple) and not set(argument) & set(taken):
+            kept.append(f"    tuple_{n} = {arguments[n]}")
+            arguments[n] = f"tuple_{n}"
     source = [
-        "def make(compiled, grid, values, tail):",
+        "def make(compiled, grid, values):",
         f"    {', '.join(fixed)}, = values",
+        *kept,
         "    def launch(addresses):",
         f"        {', '.join(name if name in taken else '_' for name in takes)}, = addresses",
         "        active = driver.active",
         "        device = active.get_current_device()",
-        *_run_lines("*grid", f"{', '.join(values)}, *tail", "        "),
+        *_run_lines(", ".join(arguments), "        "),
         "    return launch",
     ]
     scope: dict[str, Any] = {"driver": driver, "hooks": knobs.runtime}

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from backend_core.kernels.pdl import pdl_begin, pdl_wait
 from backend_core.kernels.rope_hadamard import load_angles
-from dsv4_backend.kernels.arguments import Ape, Cache, State, Step
+from dsv4_backend.kernels.arguments import Ape, Cache, Input, Norm, State, Step, Table
 from dsv4_backend.kernels.finish import finish_row
 from dsv4_backend.kernels.locate import locate_decode
 from dsv4_backend.kernels.pooling import (
@@ -25,36 +25,19 @@ from dsv4_backend.kernels.state_rows import load_ape_row, load_row, store_state_
 
 @triton.jit
 def decode_prefetch_kernel(
-    input_ptr,  # [N, 4·D] fp32 or bf16
-    state_ptr,  # [pages, STATE_BLOCK, 4·D] fp32 or bf16
-    ape_ptr,  # [4, 2, D]
-    weight_ptr,  # [D]
-    table_ptr,  # [positions, 64]
-    cache_ptr,  # uint8 [pages, page bytes]
-    second_ptr,  # uint8 [pages, second page bytes], see arguments.Cache
-    entry_ptr,  # the step plan, see arguments.Step
-    position_ptr,
-    state_slot_ptr,
-    request_ptr,
-    block_table_ptr,
+    input: Input,
+    state: State,
+    ape: Ape,
+    norm: Norm,
+    table: Table,
+    cache: Cache,
+    step: Step,
+    state_slot_ptr,  # [N], LAYOUT "paged"
     slot_ptr,  # [N]
-    eps,
-    stride_input_t,
-    stride_state_b,
-    stride_state_r,
-    stride_ape_r,
-    stride_ape_c,
-    stride_table_p,
-    stride_block_table_b,
-    stride_cache_p,
-    stride_second_p,
     D: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
-    PAGE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    IS_FNUZ: tl.constexpr,
+    RECORD: tl.constexpr,
     IS_SPLIT_TABLE: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     POOLS_FIRST: tl.constexpr,
@@ -67,23 +50,10 @@ def decode_prefetch_kernel(
     """
     pdl_begin(PDL)
     i_n = tl.program_id(0)
-    state = State(state_ptr, stride_state_b, stride_state_r)
-    ape = Ape(ape_ptr, stride_ape_r, stride_ape_c)
-    cache = Cache(cache_ptr, stride_cache_p, second_ptr, stride_second_p)
-    step = Step(
-        entry_ptr,
-        position_ptr,
-        state_slot_ptr,
-        request_ptr,
-        block_table_ptr,
-        stride_block_table_b,
-        None,
-        None,
-    )
-    window, state_row = locate_decode(step, i_n, 4, LAYOUT)
+    window, state_row = locate_decode(step, state_slot_ptr, i_n, 4, LAYOUT)
     seq_len = window.seq_len
     slot = tl.load(slot_ptr + i_n).to(tl.int64)
-    b_w = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
+    b_w = tl.load(norm.weight_ptr + tl.arange(0, D)).to(tl.float32)
     is_token = (seq_len > 0) & (state_row >= 0)
     is_end = is_token & (seq_len % 4 == 0) & (slot >= 0)
     if LAYOUT == "paged":
@@ -91,11 +61,11 @@ def decode_prefetch_kernel(
     end = tl.where(is_end, seq_len, 0)
     b_kv, b_s, b_ape = load_old_rows(window, end, step, state, ape, D, STATE_BLOCK, LAYOUT)
     b_top, b_sum, b_acc = pool_old_rows(b_kv, b_s)
-    b_angles = load_angles(table_ptr, tl.maximum(end - 4, 0), stride_table_p, D, IS_SPLIT_TABLE)
+    b_angles = load_angles(table, tl.maximum(end - 4, 0), D, IS_SPLIT_TABLE)
     b_row_ape = tl.zeros([2 * D], tl.float32)
     if LAYOUT == "paged":
         b_row_ape = load_ape_row(ape, tl.maximum(seq_len - 1, 0), D, 4)
-    token_ptr = input_ptr + i_n.to(tl.int64) * stride_input_t
+    token_ptr = input.ptr + i_n.to(tl.int64) * input.stride_t
     if POOLS_FIRST:
         b_acc = before_wait(b_acc, b_sum, b_top)
 
@@ -107,5 +77,5 @@ def decode_prefetch_kernel(
         store_state_row(b_row_kv, b_row_score, state, state_row, D, 4, STATE_BLOCK)
     if is_end:
         b_x = pool_last_row(b_top, b_sum, b_acc, b_kv, b_s)
-        b_x = finish_row(b_x, b_w, b_angles, eps, D, HAS_ROTATION)
-        store_record(b_x, cache, slot, D, PAGE, FORMAT, ROUNDING, IS_FNUZ)
+        b_x = finish_row(b_x, b_w, b_angles, norm.eps, D, HAS_ROTATION)
+        store_record(b_x, cache, slot, D, RECORD)

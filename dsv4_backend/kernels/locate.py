@@ -10,7 +10,7 @@ from dsv4_backend.kernels.arguments import Window
 
 
 @triton.jit
-def locate_decode(step, i_n, RATIO: tl.constexpr, LAYOUT: tl.constexpr):
+def locate_decode(step, state_slot_ptr, i_n, RATIO: tl.constexpr, LAYOUT: tl.constexpr):
     """(window, state row to write) of entry i_n.
 
     window.seq_len <= 0 or state row < 0: nothing to do. State rows count tokens over all pages.
@@ -24,7 +24,7 @@ def locate_decode(step, i_n, RATIO: tl.constexpr, LAYOUT: tl.constexpr):
         page_1 = tl.load(entry_ptr + 3).to(tl.int64)
     else:
         seq_len = tl.load(step.position_ptr + i_n).to(tl.int32) + 1
-        state_row = tl.load(step.state_slot_ptr + i_n).to(tl.int64)
+        state_row = tl.load(state_slot_ptr + i_n).to(tl.int64)
         page_0 = tl.load(step.request_ptr + i_n).to(tl.int64)
         page_1 = page_0
     return Window(seq_len, WINDOW - 1, page_0, page_1), state_row
@@ -55,7 +55,7 @@ def locate_prefill(step, i_n, RATIO: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def locate_write(write_ptr, step, i_n, LAYOUT: tl.constexpr):
+def locate_write(write_ptr, state_slot_ptr, position_ptr, i_n, LAYOUT: tl.constexpr):
     """(token, state row, position) of state write i_n; token < 0 or row < 0 is padding.
 
     The position is needed, and given, only where the state holds score + APE.
@@ -65,8 +65,8 @@ def locate_write(write_ptr, step, i_n, LAYOUT: tl.constexpr):
         state_row = tl.load(write_ptr + 2 * i_n.to(tl.int64) + 1).to(tl.int64)
         return token, state_row, token
     else:
-        state_row = tl.load(step.state_slot_ptr + i_n).to(tl.int64)
-        position = tl.load(step.position_ptr + i_n).to(tl.int32)
+        state_row = tl.load(state_slot_ptr + i_n).to(tl.int64)
+        position = tl.load(position_ptr + i_n).to(tl.int32)
         return i_n, state_row, position
 
 

@@ -172,20 +172,9 @@ def pool_window(
     WINDOW: tl.constexpr = 2 * RATIO if RATIO == 4 else RATIO
     if BLOCK_W == WINDOW:
         b_kv, b_s = window_rows(
-            0,
-            o_d,
-            window,
-            step,
-            token_ptr,
-            stride_input_t,
-            state,
-            ape,
-            D=D,
-            RATIO=RATIO,
-            STATE_BLOCK=STATE_BLOCK,
-            LAYOUT=LAYOUT,
-            BLOCK_W=BLOCK_W,
-        )
+            0, o_d, window, step, token_ptr, stride_input_t, state, ape,
+            D, RATIO, STATE_BLOCK, LAYOUT, BLOCK_W=BLOCK_W,
+        )  # fmt: skip
         if RATIO == 4:
             b_top, b_sum, b_acc = pool_old_rows(b_kv, b_s)
             return pool_last_row(b_top, b_sum, b_acc, last_row(b_kv), last_row(b_s))
@@ -196,20 +185,9 @@ def pool_window(
         b_acc = tl.zeros((BLOCK_D,), tl.float32)
         for i_w in range(0, WINDOW, BLOCK_W):
             b_kv, b_s = window_rows(
-                i_w,
-                o_d,
-                window,
-                step,
-                token_ptr,
-                stride_input_t,
-                state,
-                ape,
-                D=D,
-                RATIO=RATIO,
-                STATE_BLOCK=STATE_BLOCK,
-                LAYOUT=LAYOUT,
-                BLOCK_W=BLOCK_W,
-            )
+                i_w, o_d, window, step, token_ptr, stride_input_t, state, ape,
+                D, RATIO, STATE_BLOCK, LAYOUT, BLOCK_W=BLOCK_W,
+            )  # fmt: skip
             b_top = tl.maximum(b_max, tl.max(b_s, axis=0))
             b_scale = tl.exp2((b_max - b_top) * LOG2_E)
             b_p = tl.exp2((b_s - b_top[None, :]) * LOG2_E)

@@ -22,11 +22,12 @@ def store_record(
     cache,
     slot,
     D: tl.constexpr,
-    PAGE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    IS_FNUZ: tl.constexpr,
+    RECORD: tl.constexpr,  # arguments.Record
 ):
+    PAGE: tl.constexpr = RECORD.page
+    FORMAT: tl.constexpr = RECORD.format
+    ROUNDING: tl.constexpr = RECORD.rounding
+    IS_FNUZ: tl.constexpr = RECORD.is_fnuz
     i_page = (slot // PAGE).to(tl.int64)
     page_ptr = cache.ptr + i_page * cache.stride_p
     i_slot = (slot % PAGE).to(tl.int32)

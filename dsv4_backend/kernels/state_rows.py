@@ -99,11 +99,11 @@ def write_state_columns(
 def write_paged_rows(
     o_t,  # [ROWS] tokens
     num_tokens,
-    input_ptr,
-    stride_input_t,
+    input,
     state,
     ape,
-    step,
+    state_slot_ptr,
+    position_ptr,
     D: tl.constexpr,
     RATIO: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
@@ -113,10 +113,10 @@ def write_paged_rows(
     dtype: tl.constexpr = state.ptr.dtype.element_ty
     o_s = tl.arange(0, C * D)
     m_t = o_t < num_tokens
-    state_row = tl.load(step.state_slot_ptr + o_t, mask=m_t, other=-1).to(tl.int64)
-    position = tl.load(step.position_ptr + o_t, mask=m_t, other=0).to(tl.int32)
+    state_row = tl.load(state_slot_ptr + o_t, mask=m_t, other=-1).to(tl.int64)
+    position = tl.load(position_ptr + o_t, mask=m_t, other=0).to(tl.int32)
     m_row = (state_row >= 0)[:, None]
-    input_ptrs = input_ptr + (o_t.to(tl.int64) * stride_input_t)[:, None] + o_s[None, :]
+    input_ptrs = input.ptr + (o_t.to(tl.int64) * input.stride_t)[:, None] + o_s[None, :]
     b_kv = tl.load(input_ptrs, mask=m_row).to(tl.float32)
     b_score = tl.load(input_ptrs + C * D, mask=m_row).to(tl.float32)
     o_ape = ((position % RATIO) * ape.stride_r)[:, None]

@@ -6,7 +6,7 @@ import triton.language as tl
 from backend_core.kernels.codecs import encode_e4m3, round_bf16
 from backend_core.kernels.pdl import pdl_begin, pdl_wait
 from backend_core.kernels.rope_hadamard import rotate_pairs
-from dsv4_backend.kernels.arguments import State
+from dsv4_backend.kernels.arguments import Keys, Pages, State, Table, Tokens, V41Input
 from dsv4_backend.kernels.records import (
     four_ue8m0,
     indexer_fp8_scale,
@@ -17,12 +17,12 @@ from dsv4_backend.kernels.v41 import find_row
 
 
 @triton.jit
-def load_pair_angles(table_ptr, o_p, stride_table_p, KEY: tl.constexpr, IS_SPLIT: tl.constexpr):
+def load_pair_angles(table, o_p, KEY: tl.constexpr, IS_SPLIT: tl.constexpr):
     """(cosines, sines) [M, KEY/2] fp32 of positions o_p [M]; of channels that RoPE leaves alone
     1 and 0."""
     o_j = tl.arange(0, KEY // 2) - (KEY // 2 - 32)
     m_tail = (o_j >= 0)[None, :]
-    row_ptrs = table_ptr + (o_p.to(tl.int64) * stride_table_p)[:, None]
+    row_ptrs = table.ptr + (o_p.to(tl.int64) * table.stride_p)[:, None]
     o_cos = o_j if IS_SPLIT else 2 * o_j
     o_sin = o_j + 32 if IS_SPLIT else 2 * o_j + 1
     b_cos = tl.load(row_ptrs + o_cos[None, :], mask=m_tail, other=1.0).to(tl.float32)
@@ -33,19 +33,19 @@ def load_pair_angles(table_ptr, o_p, stride_table_p, KEY: tl.constexpr, IS_SPLIT
 @triton.jit
 def store_keys(
     b_key,  # [M, KEY] fp32 with values of bf16
-    cache_ptr,
-    stride_cache_p,
+    cache,
     slot,  # [M]; < 0 stores nothing
     M: tl.constexpr,
     KEY: tl.constexpr,
-    PAGE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ROUNDING: tl.constexpr,
+    RECORD: tl.constexpr,
 ):
     """`records.store_record` of several rows."""
+    PAGE: tl.constexpr = RECORD.page
+    FORMAT: tl.constexpr = RECORD.format
+    ROUNDING: tl.constexpr = RECORD.rounding
     m_slot = (slot >= 0)[:, None]
     u_slot = slot.to(tl.uint64)  # a quotient without signs is a shift
-    page_ptr = (cache_ptr + (u_slot // PAGE).to(tl.int64) * stride_cache_p)[:, None]
+    page_ptr = (cache.ptr + (u_slot // PAGE).to(tl.int64) * cache.stride_p)[:, None]
     i_slot = (u_slot % PAGE).to(tl.int32)[:, None]
     if FORMAT == "indexer_mxfp4":
         b_code, b_scale = quantise_indexer_mxfp4(tl.reshape(b_key, (M * KEY,)), M * KEY, ROUNDING)
@@ -70,33 +70,29 @@ def store_keys(
 def write_ring_rows(
     o_t,  # [ROWS] tokens
     num_tokens,
-    input_ptr,
-    score_ptr,
-    stride_input_t,
+    input,
     state,
-    state_slot_ptr,
-    request_ptr,
-    position_ptr,
+    tokens,
     D: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
 ):
     """Write the rows of tokens to their rings, but for those that a later token writes over."""
     m_t = o_t < num_tokens
-    state_row = tl.load(state_slot_ptr + o_t, mask=m_t, other=-1).to(tl.int64)
-    state_row = find_row(state_row, request_ptr, position_ptr, o_t, m_t, STATE_BLOCK)
+    state_row = tl.load(tokens.state_slot_ptr + o_t, mask=m_t, other=-1).to(tl.int64)
+    state_row = find_row(state_row, tokens, o_t, m_t, STATE_BLOCK)
     o_later = o_t + STATE_BLOCK
     m_later = o_later < num_tokens
-    later = tl.load(state_slot_ptr + o_later, mask=m_later, other=-1).to(tl.int64)
-    later = find_row(later, request_ptr, position_ptr, o_later, m_later, STATE_BLOCK)
+    later = tl.load(tokens.state_slot_ptr + o_later, mask=m_later, other=-1).to(tl.int64)
+    later = find_row(later, tokens, o_later, m_later, STATE_BLOCK)
     m_row = ((state_row >= 0) & (later != state_row))[:, None]
-    WIDTH: tl.constexpr = 2 * D if score_ptr is None else D
+    WIDTH: tl.constexpr = 2 * D if input.score_ptr is None else D
     o_s = tl.arange(0, WIDTH)[None, :]
     o_row = (state_row // STATE_BLOCK) * state.stride_b + (state_row % STATE_BLOCK) * state.stride_r
-    o_input = (o_t.to(tl.int64) * stride_input_t)[:, None]
-    b_row = tl.load(input_ptr + o_input + o_s, mask=m_row)
+    o_input = (o_t.to(tl.int64) * input.stride_t)[:, None]
+    b_row = tl.load(input.ptr + o_input + o_s, mask=m_row)
     tl.store(state.ptr + o_row[:, None] + o_s, b_row, mask=m_row)
-    if score_ptr is not None:
-        b_row = tl.load(score_ptr + o_input + o_s, mask=m_row)
+    if input.score_ptr is not None:
+        b_row = tl.load(input.score_ptr + o_input + o_s, mask=m_row)
         tl.store(state.ptr + D + o_row[:, None] + o_s, b_row, mask=m_row)
 
 
@@ -104,34 +100,22 @@ def write_ring_rows(
 def v41_keys_kernel(
     latent_ptr,  # [rows, D] bf16
     token_ptr,  # [rows] int32, the token of each latent, or -1
-    input_ptr,  # [T, 2·D] fp32, RATIO 2; with score_ptr [T, D]
-    score_ptr,  # [T, D] fp32 or None, RATIO 2
-    state_ptr,  # [blocks, STATE_BLOCK, 2·D] fp32, RATIO 2, written
-    wk_ptr,  # [KEY, D] bf16
-    key_weight_ptr,  # [KEY]
-    table_ptr,  # [positions, 64]
-    index_cache_ptr,  # uint8 [pages, page bytes]
-    position_ptr,  # [T]
-    state_slot_ptr,  # [T], RATIO 2
-    request_ptr,  # [T] or None, RATIO 2
+    input: V41Input,  # RATIO 2
+    state: State,  # RATIO 2, written
+    keys: Keys,
+    table: Table,
+    index_cache: Pages,
+    tokens: Tokens,
     index_slot_ptr,  # [T]
     num_rows,
     num_tokens,
     eps,
-    stride_input_t,
-    stride_state_b,
-    stride_state_r,
-    stride_wk_n,
-    stride_table_p,
-    stride_index_cache_p,
     D: tl.constexpr,
     KEY: tl.constexpr,
     RATIO: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
-    INDEX_PAGE: tl.constexpr,
-    INDEX_FORMAT: tl.constexpr,
+    INDEX_RECORD: tl.constexpr,
     IS_SPLIT_TABLE: tl.constexpr,
-    ROUNDING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -149,54 +133,31 @@ def v41_keys_kernel(
     if i_n >= tiles:
         o_t = (i_n - tiles) * ROWS + tl.arange(0, ROWS)
         if RATIO == 2:
-            write_ring_rows(
-                o_t,
-                num_tokens,
-                input_ptr,
-                score_ptr,
-                stride_input_t,
-                State(state_ptr, stride_state_b, stride_state_r),
-                state_slot_ptr,
-                request_ptr,
-                position_ptr,
-                D,
-                STATE_BLOCK,
-            )
+            write_ring_rows(o_t, num_tokens, input, state, tokens, D, STATE_BLOCK)
         return
     o_m = i_n * BLOCK_M + tl.arange(0, BLOCK_M)
     token = tl.load(token_ptr + o_m, mask=o_m < num_rows, other=-1)
     m_token = token >= 0
-    if request_ptr is not None:  # noqa: SIM102 (a constant)
+    if tokens.request_ptr is not None:  # noqa: SIM102 (a constant)
         # where every token may begin a chunk most tiles are empty
         if tl.max(token, axis=0) < 0:
             return
     slot = tl.load(index_slot_ptr + token, mask=m_token, other=-1).to(tl.int64)
-    position = tl.load(position_ptr + token, mask=m_token, other=RATIO - 1).to(tl.int32)
+    position = tl.load(tokens.position_ptr + token, mask=m_token, other=RATIO - 1).to(tl.int32)
     o_n, o_k = tl.arange(0, KEY), tl.arange(0, BLOCK_K)
     latent_ptrs = latent_ptr + (o_m.to(tl.int64) * D)[:, None] + o_k[None, :]
-    wk_ptrs = wk_ptr + (o_n * stride_wk_n)[None, :] + o_k[:, None]
+    wk_ptrs = keys.wk_ptr + (o_n * keys.stride_wk_n)[None, :] + o_k[:, None]
     b_key = tl.zeros((BLOCK_M, KEY), tl.float32)
     for i_k in range(0, D, BLOCK_K):
         b_x = tl.load(latent_ptrs + i_k, mask=m_token[:, None], other=0.0).to(DOT)
         b_key = tl.dot(b_x, tl.load(wk_ptrs + i_k).to(DOT), b_key, input_precision="ieee")
     b_key = round_bf16(b_key)
     b_rms = tl.rsqrt(tl.sum(b_key * b_key, axis=1) / KEY + eps)
-    b_w = tl.load(key_weight_ptr + o_n).to(tl.float32)
+    b_w = tl.load(keys.key_weight_ptr + o_n).to(tl.float32)
     b_key = round_bf16(b_key * b_rms[:, None] * b_w[None, :])
-    b_cos, b_sin = load_pair_angles(
-        table_ptr, position + 1 - RATIO, stride_table_p, KEY, IS_SPLIT_TABLE
-    )
+    b_cos, b_sin = load_pair_angles(table, position + 1 - RATIO, KEY, IS_SPLIT_TABLE)
     SIZE: tl.constexpr = BLOCK_M * KEY
     b_cos, b_sin = tl.reshape(b_cos, (SIZE // 2,)), tl.reshape(b_sin, (SIZE // 2,))
     b_key = round_bf16(rotate_pairs(tl.reshape(b_key, (SIZE,)), b_cos, b_sin, SIZE))
-    store_keys(
-        tl.reshape(b_key, (BLOCK_M, KEY)),
-        index_cache_ptr,
-        stride_index_cache_p,
-        slot,
-        BLOCK_M,
-        KEY,
-        INDEX_PAGE,
-        INDEX_FORMAT,
-        ROUNDING,
-    )
+    b_key = tl.reshape(b_key, (BLOCK_M, KEY))
+    store_keys(b_key, index_cache, slot, BLOCK_M, KEY, INDEX_RECORD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from triton.compiler.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from backend_core.launch.head import flat  # noqa: E402
 from backend_core.launch.triton import OPTIONS, KernelLaunch  # noqa: E402
 
 
@@ -207,6 +208,54 @@ def test_a_prepared_launch_is_a_plain_one_of_other_addresses(recorder: Recording
         assert got_source is source and got == want, name
 
 
+class Rows(NamedTuple):
+    ptr: Any
+    stride_n: Any
+    num_rows: Any
+
+
+class Scale(NamedTuple):
+    mask_ptr: Any
+    factor: Any
+
+
+def scale_tuples(x: Rows, y_ptr, by: Scale, BLOCK: tl.constexpr, HAS_MASK: tl.constexpr):
+    i_row, o_n = tl.program_id(0), tl.arange(0, BLOCK)
+    b_x = tl.load(x.ptr + i_row * x.stride_n + o_n, mask=i_row < x.num_rows)
+    if HAS_MASK:
+        b_x *= tl.load(by.mask_ptr + o_n)
+    tl.store(y_ptr + i_row * x.stride_n + o_n, b_x * by.factor, mask=i_row < x.num_rows)
+
+
+def _in_tuples(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments as `scale_tuples` takes them, and their names there."""
+    x, y, mask, rows, stride, factor = args
+    names = "x_ptr", "y_ptr", "mask_ptr", "num_rows", "stride_x_n", "factor"
+    named = dict(zip(names, args, strict=True))
+    return (Rows(x, stride, rows), y, Scale(mask, factor)), named
+
+
+def test_arguments_in_tuples_have_names_and_variants_of_their_own(
+    recorder: RecordingDriver,
+) -> None:
+    fn = JITFunction(scale_tuples)
+    launch = _launch(fn)
+    for name, args in CALLS.items():
+        given, named = _in_tuples(args)
+        fn[(3, 2, 1)](*given, BLOCK=16, HAS_MASK=False, num_warps=1, num_stages=1, **OPTIONS)
+        want_source, want = recorder.launches[-1]
+        addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in flat(want[9:])]
+        for _ in range(2):
+            launch.launch((3, 2, 1), **named)
+        taken = "y_ptr", "mask_ptr"
+        prepared = launch.prepare(taken, (3, 2, 1), **named)
+        prepared(tuple([0 if named[n] is None else named[n].data_ptr() for n in taken]))
+        for source, launched in recorder.launches[-3:]:
+            assert source is want_source, name
+            assert launched[:3] == (3, 2, 1) and list(flat(launched[9:])) == addresses, name
+            assert [type(x) for x in launched[9:12]] == [tuple, int, tuple]
+
+
 def test_constexprs_must_be_the_kernels_and_stand_last() -> None:
     with pytest.raises(ValueError, match=r"constexprs of scale_rows must be \['BLOCK', 'HAS_MASK'"):
         KernelLaunch(JITFunction(scale_rows), {"BLOCK": 16})
@@ -265,6 +314,13 @@ def test_interpreter_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.randn(3, 16), torch.full_like(x, torch.nan)
     prepared((y.data_ptr(), x.data_ptr()))
     torch.testing.assert_close(y, x * mask * 2.0)
+    launch = _launch(triton.jit(scale_tuples), HAS_MASK=True)
+    _, named = _in_tuples((x, y, mask, 3, 16, 3.0))
+    launch.launch((3, 1, 1), **named)
+    torch.testing.assert_close(y, x * mask * 3.0)
+    other = torch.ones(16)
+    launch.prepare(("mask_ptr",), (3, 1, 1), **named)((other.data_ptr(),))
+    torch.testing.assert_close(y, x * 3.0)
 
 
 @pytest.mark.gpu

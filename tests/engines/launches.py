@@ -17,7 +17,7 @@ def variant(launch: KernelLaunch, args: tuple[Any, ...]) -> Variant:
     plain = kernel.kwargs["do_not_specialize"] or ()
     unaligned = kernel.kwargs["do_not_specialize_on_alignment"] or ()
     key: list[Any] = [kernel.fn.__name__, tuple(sorted(launch._kwargs.items()))]
-    for name, arg in zip(kernel.arg_names, args, strict=False):
+    for name, arg in zip(launch.argument_names, args, strict=False):
         if isinstance(arg, torch.Tensor):
             aligned = arg.data_ptr() % 16 == 0 or name in unaligned
             key.append((name, arg.dtype, aligned))

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from backend_core.launch.head import argument_names, flat, grouped, parts_of
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,10 +47,12 @@ class DescriptorArgument:
 
 @dataclass(frozen=True)
 class Named:
-    """A value of a constexpr that JSON does not have: a function, or a dtype of Triton's."""
+    """A value of a constexpr that JSON does not have: a function, a dtype of Triton's, or a
+    NamedTuple of the values."""
 
     module: str
     name: str
+    values: tuple[Any, ...] | None = None
 
 
 Described = TensorArgument | DescriptorArgument | int | float | bool | None
@@ -145,7 +149,8 @@ def _option(sent: Any) -> Any:
     """A constexpr, or an option of the compiler's."""
     if not isinstance(sent, dict):
         return sent
-    return getattr(importlib.import_module(sent["module"]), sent["name"])
+    found = getattr(importlib.import_module(sent["module"]), sent["name"])
+    return found if sent["values"] is None else found(*sent["values"])
 
 
 def _serve(arch: str) -> None:
@@ -173,9 +178,10 @@ def _serve(arch: str) -> None:
             given = [_argument(x) for x in arguments]
             chosen = {name: _option(x) for name, x in options.items()}
             kernel = getattr(importlib.import_module(module), name)
-            built = kernel.warmup(*given, grid=(1,), **chosen)
-            signature = built.src.signature.items()
-            taken = tuple(argument for argument, kind in signature if kind != "constexpr")
+            parts = parts_of(kernel)
+            built = kernel.warmup(*grouped(parts, given), grid=(1,), **chosen)
+            kinds = zip(argument_names(kernel), flat(built.src.signature.values()), strict=True)
+            taken = tuple(argument for argument, kind in kinds if kind != "constexpr")
             metadata = built.metadata
             answer = asdict(
                 Compiled(built.asm["amdgcn"], taken, metadata.shared, metadata.num_warps)

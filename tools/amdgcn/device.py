@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from backend_core.launch.head import argument_names, flat
 from backend_core.launch.triton import KernelLaunch
 from backend_core.target import KNOWN_TARGETS, Target
 from tools.amdgcn.compiler import (
@@ -123,7 +124,7 @@ class Device:
     def launch(self, function: Any, arguments: Any, grid: Any, options: dict[str, Any]) -> None:
         """Compile the variant that these arguments select, and run it on them."""
         name = function.fn.__name__
-        named = dict(zip(function.arg_names, arguments, strict=False))
+        named = dict(zip(argument_names(function), flat(arguments), strict=False))
         for key in _run_time_names(function):
             if key in options:
                 named[key] = options[key]
@@ -190,6 +191,8 @@ def _option(value: Any) -> Any:
     if isinstance(value, tl.dtype):
         names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
         return Named("triton.language", names[value.name])
+    if hasattr(value, "_fields"):
+        return Named(type(value).__module__, type(value).__name__, tuple(value))
     return value
 
 
