@@ -58,7 +58,7 @@ class TokenInputs(NamedTuple):
         ``K ** -0.5``."""
         if scale is None:
             # a K of zero, or no K at all, is refused by the check that follows
-            shape = q.shape
+            shape = getattr(q, "shape", ())
             scale = (shape[-1] or 1) ** -0.5 if shape else 1.0
         else:
             scale = float(scale)
