@@ -379,10 +379,10 @@ def _step_plan(
     selection: KdaSelection,
 ) -> StepPlan:
     """The plan that a call brings, or a new one."""
-    if isinstance(given, StepPlan) and cu_seqlens_cpu is None:
-        return given
     if cu_seqlens_cpu is not None and not isinstance(given, torch.Tensor):
         raise ValueError("cu_seqlens_cpu must be None without cu_seqlens, got a tensor")
+    if isinstance(given, StepPlan):
+        return given
     tables = selection.target.vendor != "cpu"
     if given is None:
         return plan_of_rows(q, tables)
