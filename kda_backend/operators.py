@@ -320,7 +320,8 @@ def kda_commit_(
             every layer.
         records: what the verification has left, of as many layers.
         indices: ``[N]`` int32, their rows; a sequence with a negative one is passed over.
-        num_accepted: ``[N]`` int32, clamped to 0 to T.
+        num_accepted: ``[N]`` int32, clamped to 0 to T, and no more than the draft had, which
+            nothing here knows.
         kept: (slots ``[N]`` int32, counts ``[N]`` int32): the state after the first so many tokens
             also goes to that slot, for instance of a prefix cache. A count that is not 1 to
             ``num_accepted`` and a padded slot keep nothing. Slots must differ from all others.
