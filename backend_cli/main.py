@@ -85,6 +85,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an answer may have what a terminal has not
             stream.reconfigure(errors="replace")
+    if os.environ.get("COLUMNS") == "0":  # an unknown width, in which rich prints nothing
+        del os.environ["COLUMNS"]
     app(prog_name="kda-dsv4")
 
 

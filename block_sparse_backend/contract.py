@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from backend_core.contracts import (
+    expect_apart,
     expect_device,
     expect_dtype,
     expect_shape,
@@ -122,8 +123,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tens
         expect_stride(name, x, 3, 1)
     if out is not None:
         expect_tensor("out", out, (batch, heads, q_rows, v.shape[3]), q.dtype, q.device)
+        expect_apart("out", out)
     if lse is not None:
         expect_tensor("lse", lse, (batch, heads, q_rows), torch.float32, q.device)
+        expect_apart("lse", lse)
 
 
 def check_kernel(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:

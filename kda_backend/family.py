@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
 from backend_core.tables.load import serving
 from kda_backend.launch_params import TABLES
+from kda_backend.spec import CONV_TAPS
 
 if TYPE_CHECKING:
     from backend_core.tables.schema import Row
@@ -69,11 +70,16 @@ def describe_model(target: Target, config: ModelConfig, ranks: int, engine: str)
 
     Raises:
         ValueError: the configuration has no heads, or they cannot be split over the ranks.
-        LookupError: no table for the target, or no row that can serve the model.
+        LookupError: no table for the target, no row that can serve the model, or vLLM's layer has
+            another convolution.
     """
     from kda_backend.selection import KdaShape, select
 
     heads, dim, bounded = _heads(config)
+    linear = config.get("linear_attn_config") or config
+    taps = linear.get("short_conv_kernel_size", CONV_TAPS)
+    if engine == "vllm" and taps != CONV_TAPS:
+        raise LookupError(f"the short convolution must have {CONV_TAPS} taps, got {taps}")
     if heads % ranks:
         raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
     chosen = select(target, KdaShape(heads // ranks, heads // ranks, dim, dim, bounded))
@@ -113,6 +119,8 @@ def _heads(config: ModelConfig) -> tuple[int, int, bool]:
         heads, dim = (int(linear[name]) for name in names)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where} must have {' and '.join(names)}: {error}") from error
+    if heads < 1 or dim < 1:
+        raise ValueError(f"{' and '.join(names)} must be positive, got {heads} and {dim}")
     return heads, dim, bound is not None
 
 

@@ -11,11 +11,11 @@ for instance inputs that need gradients, runs on FLA's kernels, whose logger giv
 from __future__ import annotations
 
 import inspect
-import os
 from types import ModuleType
 from typing import Any
 
 from backend_core.engines.after_import import after_import
+from backend_core.strict import is_on, warn_once
 
 VARIABLE = "FLA_KDA_DSV4"
 """Turns the backend on, also for FLA, whose name for it follows from the backend's."""
@@ -23,7 +23,7 @@ VARIABLE = "FLA_KDA_DSV4"
 
 def autoload() -> None:
     """The entry point; imports nothing, and never raises, which would end ``import torch``."""
-    if os.environ.get(VARIABLE, "0") not in ("", "0"):
+    if is_on(VARIABLE):
         after_import("fla.ops.kda", register)
 
 
@@ -32,8 +32,6 @@ def register(module: ModuleType) -> None:
     try:
         _register(module)
     except Exception as error:  # would end the import of FLA
-        from backend_core.strict import warn_once
-
         warn_once(
             f"kda-dsv4-backend could not register with FLA, whose own kernels run:"
             f" {type(error).__name__}: {error}"

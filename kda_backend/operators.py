@@ -104,15 +104,15 @@ def kda_prefill(
         return run_there(tokens.q, kda_prefill, locals())
     q, v = tokens.q, tokens.v
     sequences = _num_sequences(q, plan)
+    selection, is_packed, out_packed, layout = check_sequences(
+        tokens, gate, state, sequences, out, selection
+    )
     if scratch is None:
         scratch = Scratch(q.device)
     else:
         scratch.expect_device(q.device)
-    selection, is_packed, out_packed, layout = check_sequences(
-        tokens, gate, state, sequences, out, selection
-    )
     step_plan = _step_plan(q, plan, cu_seqlens_cpu, selection)
-    tokens, state = _ready(tokens, gate, state, is_packed, sequences)
+    tokens, state = _ready(tokens, gate, state, out, is_packed, sequences)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     chunk_states = None
     if keeps_chunk_states:
@@ -158,6 +158,8 @@ def kda_recurrent(
     if is_elsewhere(tokens.q):
         return run_there(tokens.q, kda_recurrent, locals())
     q, v = tokens.q, tokens.v
+    if state.snapshot_chunks is not None:
+        raise ValueError("snapshots must be those of a prefill, got some of the recurrence")
     sequences = _num_sequences(q, cu_seqlens)
     selection, is_packed, out_packed, _ = check_sequences(
         tokens, gate, state, sequences, out, selection
@@ -166,7 +168,7 @@ def kda_recurrent(
         check_packed_row(q, cu_seqlens)
         if cu_seqlens.device.type == "cpu":
             build_step_plan(cu_seqlens, q.shape[1], chunk_table=False)  # checks the values
-    tokens, state = _ready(tokens, gate, state, is_packed, sequences)
+    tokens, state = _ready(tokens, gate, state, out, is_packed, sequences)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     run = selection.recurrent.run(sequences * v.shape[2])
     run(RecurrentCall(tokens, gate, cu_seqlens, state, out if out_packed else packed_rows(out)))
@@ -220,7 +222,7 @@ def kda_decode_step(
     if is_elsewhere(tokens.q):
         return run_there(tokens.q, kda_decode_step, locals())
     chosen, prepared, _ = check_step(tokens, gate, state, conv, norm, out, selection)
-    refuse_gradients(tokens, gate, state, conv, norm)
+    refuse_gradients(tokens, gate, state, conv, norm, (out,))
     assert state.indices is not None and state.read is not None
     check_rows("state_indices", state.indices, "slot", state.read)
     v = tokens.v
@@ -269,7 +271,7 @@ def kda_verify_step(
         tokens, gate, state, draft, conv, norm, out, selection
     )
     assert shape is not None
-    refuse_gradients(tokens, gate, state, draft, conv, norm)
+    refuse_gradients(tokens, gate, state, draft, conv, norm, (out,))
     check_draft_offsets(draft.cu_seqlens, tokens.q.shape[0])
     assert state.indices is not None and state.read is not None
     check_rows("state_indices", state.indices, "slot", state.read)
@@ -318,7 +320,8 @@ def kda_commit_(
             every layer.
         records: what the verification has left, of as many layers.
         indices: ``[N]`` int32, their rows; a sequence with a negative one is passed over.
-        num_accepted: ``[N]`` int32, clamped to 0 to T.
+        num_accepted: ``[N]`` int32, clamped to 0 to T, and no more than the draft had, which
+            nothing here knows.
         kept: (slots ``[N]`` int32, counts ``[N]`` int32): the state after the first so many tokens
             also goes to that slot, for instance of a prefix cache. A count that is not 1 to
             ``num_accepted`` and a padded slot keep nothing. Slots must differ from all others.
@@ -330,7 +333,9 @@ def kda_commit_(
     """
     if is_elsewhere(records.correction):
         return run_there(records.correction, kda_commit_, locals())
-    slots, counts = kept or (None, None)
+    if kept is not None and len(kept) != 2:
+        raise ValueError(f"kept must be a pair of slots and counts, got {len(kept)} values")
+    slots, counts = (None, None) if kept is None else kept
     checked = check_commit(gate, state, records, indices, num_accepted, slots, counts, selection)
     refuse_gradients(gate, state, records)
     pool, own = state.read, state.indices
@@ -360,7 +365,8 @@ def kda_commit_(
 
 def _num_sequences(q: torch.Tensor, plan: StepPlan | torch.Tensor | None) -> int:
     if plan is None:
-        return q.shape[0] if q.dim() else 0
+        shape = getattr(q, "shape", ())  # what is no tensor is refused by the check that follows
+        return shape[0] if shape else 0
     if isinstance(plan, StepPlan):
         return plan.num_sequences
     check_cu_seqlens("cu_seqlens", plan)
@@ -374,6 +380,8 @@ def _step_plan(
     selection: KdaSelection,
 ) -> StepPlan:
     """The plan that a call brings, or a new one."""
+    if cu_seqlens_cpu is not None and not isinstance(given, torch.Tensor):
+        raise ValueError("cu_seqlens_cpu must be None without cu_seqlens, got a tensor")
     if isinstance(given, StepPlan):
         return given
     tables = selection.target.vendor != "cpu"
@@ -384,10 +392,15 @@ def _step_plan(
 
 
 def _ready(
-    tokens: TokenInputs, gate: GateSpec, state: StateRef, is_packed: bool, sequences: int
+    tokens: TokenInputs,
+    gate: GateSpec,
+    state: StateRef,
+    out: torch.Tensor | None,
+    is_packed: bool,
+    sequences: int,
 ) -> tuple[TokenInputs, StateRef]:
     """Packs the tokens and allocates the final state."""
-    refuse_gradients(tokens, gate, state)
+    refuse_gradients(tokens, gate, state, (out,))
     check_slots(state)
     if not is_packed:
         tokens = packed(tokens)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from backend_core.contracts import expect_kernel_device, expect_stride
+from backend_core.contracts import expect_kernel_device, expect_stride, expect_tensors
 from backend_core.launch.streams import is_capturing, is_elsewhere, run_there
 from backend_core.ready import Prepared
 from kda_backend.spec import CHUNK
@@ -216,6 +216,8 @@ def _equal_length_plan(
 
 
 def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:
+    if not isinstance(cu_seqlens, torch.Tensor):
+        expect_tensors(**{name: cu_seqlens})
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

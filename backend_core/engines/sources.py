@@ -10,6 +10,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import io
 import re
 import sys
 import textwrap
@@ -55,7 +56,14 @@ def of_wheel(file: Path) -> Read:
     """
     archive = zipfile.ZipFile(file)
     members = set(archive.namelist())
-    return lambda name: archive.read(name).decode("utf-8") if name in members else None
+
+    def read(file: str) -> str | None:
+        if file not in members:
+            return None
+        with archive.open(file) as member:  # lines end with \n, as those of `installed`
+            return io.TextIOWrapper(member, encoding="utf-8").read()
+
+    return read
 
 
 class Definition(NamedTuple):

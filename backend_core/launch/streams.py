@@ -18,7 +18,10 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on a GPU that is not the current one, where kernels are launched."""
-    index = tensor.get_device()
+    try:
+        index = tensor.get_device()
+    except AttributeError:  # no tensor, which the operator's checks say
+        return False
     return index >= 0 and index != _current_device()
 
 

@@ -163,16 +163,22 @@ def _is_there(file: Path) -> bool:
     """Whether there is such a table.
 
     A folder that this user may not read holds no table for them; logged once.
+
+    Raises:
+        ValueError: something of that name is there and is no file.
     """
     try:
-        return stat.S_ISREG(os.stat(file).st_mode)
+        if stat.S_ISREG(os.stat(file).st_mode):
+            return True
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        if not file.is_symlink():
+            return False
     except OSError as error:
         if os.environ.get("KDA_DSV4_CONFIG_DIR"):
             raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
         warn_once(f"no tables of yours are read from {file.parent}: {error.strerror}")
         return False
+    raise ValueError(f"{file}: must be a file, got a folder, a pipe or a link to nothing")
 
 
 def _measured_elsewhere(row: Row) -> Row:

@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from backend_core.contracts import expect_dtype, once
+from backend_core.contracts import expect_dtype, expect_tensors, once
 from kda_backend.contract.tensors import (
     FLOATS,
     STATES,
     check_gate_parameter,
     check_packed_states,
+    check_whole_state,
     expect,
     expect_vector,
 )
@@ -46,7 +47,8 @@ def check_draft_records(
     q, v, g = tokens.q, tokens.v, tokens.g
     device, heads = q.device, v.shape[1]
     correction, key_gate = draft.correction, draft.key_gate
-    assert correction is not None and key_gate is not None and draft.indices is not None
+    if correction is None or key_gate is None or draft.indices is None:
+        raise ValueError("records must have correction, key_gate and a row of each draft")
     if g.dtype != q.dtype:
         raise ValueError(
             f"g must have dtype {_name(q)}, that of q, in which records keep both, got {_name(g)}"
@@ -100,6 +102,10 @@ def check_commit(
         raise ValueError("records must have their correction divided by |k|; vLLM commits others")
     if pool is None or slots is None:
         raise ValueError("state must be a pool, got states of sequences")
+    check_whole_state(state)
+    expect_tensors(state_pool=pool, state_indices=slots, correction=correction)
+    if (kept_slots is None) != (kept_counts is None):
+        raise ValueError("kept must be a pair of slots and counts, got one of the two")
     device, lead = pool.device, pool.shape[:-4]
     if pool.dim() not in (4, 5):
         raise ValueError(

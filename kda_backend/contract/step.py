@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from backend_core.contracts import expect_shape, expect_stride, once
+from backend_core.contracts import expect_apart, expect_shape, expect_stride, once
 from backend_core.ready import Prepared
 from kda_backend.contract.calls import DraftShape
 from kda_backend.contract.records import check_draft_records
@@ -15,6 +15,7 @@ from kda_backend.contract.tensors import (
     check_packed_states,
     check_pool,
     check_tokens,
+    check_whole_state,
     expect,
     expect_contiguous,
     expect_vector,
@@ -154,12 +155,16 @@ def _check_layer(
     rows = {"q": tokens.q, "k": tokens.k, "v": v, "g": tokens.g}
     expect_stride("beta", tokens.beta, 1, 1)
     check_pool(state, tokens)
+    check_whole_state(state)
     if conv is not None:
         _check_conv(conv, state, tokens)
     if out is not None:
         expect("out", out, tuple(v.shape), device, v.dtype)
+        expect_apart("out", out)
         rows["out"] = out
     if norm is not None:
+        if not isinstance(norm.eps, float | int) or not 0 <= norm.eps < float("inf"):
+            raise ValueError(f"norm_eps must be finite and not negative, got {norm.eps!r}")
         expect("norm_weight", norm.weight, (v.shape[2],), device, *FLOATS)
         expect_contiguous("norm_weight", norm.weight)
         expect("norm_gate", norm.gate, tuple(v.shape), device, *FLOATS)
@@ -182,6 +187,7 @@ def _check_conv(conv: ConvInputs, state: StateRef, tokens: TokenInputs) -> None:
     channels = 2 * heads * key_dim + value_heads * value_dim
     window = conv.state
     expect("conv_state", window, ("slots", channels, "W"), device, *FLOATS)
+    expect_apart("conv_state", window)
     if window.shape[2] < CONV_TAPS - 1:
         raise ValueError(f"conv_state must have at least 3 columns, got {window.shape[2]}")
     if window.shape[0] < slots:
@@ -220,7 +226,9 @@ def _check_buffers(
     device: torch.device,
 ) -> int:
     """The variant with a buffer step for each token; returns the most tokens of a draft."""
-    assert state.read is not None and draft.states is not None and draft.indices is not None
+    assert state.read is not None
+    if draft.states is None or draft.indices is None:
+        raise ValueError("draft must have accepted tokens, buffers or records, got none")
     shape = ("rows", "T", *state.read.shape[1:])
     check_packed_states("intermediate_states", draft.states, shape, device)
     max_tokens = draft.states.shape[1]

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from backend_core.contracts import (
+    expect_apart,
+    expect_device,
+    expect_dtype,
+    expect_shape,
+    expect_stride,
+    expect_tensors,
+)
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.selection import KdaSelection, KdaShape, selection_of_call
-from kda_backend.spec import Gate
+from kda_backend.spec import Beta, Gate
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 STATES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,6 +77,11 @@ def check_tokens(
         The selection, which must be for such tokens, or the device's own for ``None``.
     """
     q, k, v, g, beta = tokens[:5]
+    expect_tensors(q=q, v=v)  # the others are compared with these
+    if not isinstance(tokens.beta_kind, Beta):
+        raise ValueError(f"beta_kind must be one of Beta, got {tokens.beta_kind!r}")
+    if not math.isfinite(tokens.scale):
+        raise ValueError(f"scale must be finite, got {tokens.scale}")
     rank, device = len(rows), q.device
     if q.dim() != rank + 2:
         raise ValueError(f"q must have shape [{', '.join(rows)}, H, K], got {list(q.shape)}")
@@ -107,6 +120,7 @@ def check_gate_parameter(
     [HV, K]."""
     if parameter is None:
         return
+    expect_tensors(**{name: parameter})
     if parameter.numel() != size:
         raise ValueError(f"{name} must have {size} elements, got {list(parameter.shape)}")
     expect_dtype(name, parameter, *FLOATS)
@@ -117,6 +131,11 @@ def check_gate_parameter(
 def check_state(state: StateRef, tokens: TokenInputs, num_sequences: int) -> None:
     """The states of ``num_sequences`` sequences, in a pool or functional."""
     device = tokens.q.device
+    if state.null_slot != -1:
+        raise ValueError(
+            "null_slot must be None for sequences, whose padding has slot -1, got"
+            f" {state.null_slot}"
+        )
     if state.indices is not None:
         check_pool(state, tokens)
         expect_vector("state_indices", state.indices, num_sequences, device, torch.int32)
@@ -131,11 +150,22 @@ def check_state(state: StateRef, tokens: TokenInputs, num_sequences: int) -> Non
 
 def check_pool(state: StateRef, tokens: TokenInputs) -> None:
     """A pool ``[slots, HV, V, K]``, and dtype and device of the slots."""
-    assert state.read is not None and state.indices is not None
+    if state.indices is None:
+        raise ValueError("state must be a pool, got states of sequences")
+    expect_tensors(state_pool=state.read)
+    assert state.read is not None
     device = tokens.q.device
     check_packed_states("state_pool", state.read, ("slots", *state.shape(tokens, 0)[1:]), device)
     expect_dtype("state_indices", state.indices, torch.int32)
     expect_device("state_indices", state.indices, device)
+
+
+def check_whole_state(state: StateRef) -> None:
+    """The state of a step or of a fold, which reads every slot and keeps nothing inside."""
+    if state.has_initial is not None:
+        raise ValueError("has_initial must be None where every slot is read, got a tensor")
+    if state.snapshot_chunks is not None or state.snapshots is not None:
+        raise ValueError("snapshots must be those of a prefill, got some of another operator")
 
 
 def check_packed_states(
@@ -147,6 +177,8 @@ def check_packed_states(
 ) -> None:
     """``[..., HV, V, K]`` whose last three dimensions are packed; no two states overlap."""
     expect(name, states, shape, device, *dtypes)
+    if not states.numel():
+        return
     size = 1
     for dim in range(states.dim() - 1, states.dim() - 4, -1):
         expect_stride(name, states, dim, size)
@@ -157,6 +189,7 @@ def check_packed_states(
                 f"{name} must have states at least {size} elements apart, got a stride of"
                 f" {states.stride(dim)}"
             )
+    expect_apart(name, states)
 
 
 def check_slots(state: StateRef) -> None:
@@ -186,8 +219,10 @@ def _check_snapshots(state: StateRef, tokens: TokenInputs, num_sequences: int) -
     with ``snapshot_indices [N, S]`` a slot of ``snapshots [slots, HV, V, K]`` in the states'
     dtype."""
     chunks, snapshots, indices = state.snapshot_chunks, state.snapshots, state.snapshot_indices
-    if chunks is None or snapshots is None:
+    if chunks is None and snapshots is None:
         return
+    if chunks is None or snapshots is None:
+        raise ValueError("snapshots must be given with snapshot_chunks, got one of the two")
     device = tokens.q.device
     one = (*tokens.v.shape[2:], tokens.q.shape[3])
     expect("snapshot_chunks", chunks, (num_sequences, "S"), device, torch.int32)

@@ -58,7 +58,7 @@ class TokenInputs(NamedTuple):
         ``K ** -0.5``."""
         if scale is None:
             # a K of zero, or no K at all, is refused by the check that follows
-            shape = q.shape
+            shape = getattr(q, "shape", ())
             scale = (shape[-1] or 1) ** -0.5 if shape else 1.0
         else:
             scale = float(scale)
@@ -301,9 +301,10 @@ class DraftInputs(NamedTuple):
         """A record for each token in place of a state.
 
         Row ``indices[n]`` of ``records`` holds the draft before, of which ``num_accepted[n]``
-        tokens, 0 to T, were accepted and are not in the state yet. The state in the pool is brought
-        up to date by them and stored, and the records of this draft replace them. Without
-        ``num_accepted`` nothing is held (``kda_commit_`` has done it), and the state is only read.
+        tokens, 0 to T and no more than it had, were accepted and are not in the state yet. The
+        state in the pool is brought up to date by them and stored, and the records of this draft
+        replace them. Without ``num_accepted`` nothing is held (``kda_commit_`` has done it), and
+        the state is only read.
 
         With ``windows`` the convolution's window after token t goes to ``windows[indices[n], t]``,
         and its pool is only read, at column 0. Without, it rolls as that of `in_pool`: it is read

@@ -46,9 +46,16 @@ def most_sequences(value_heads: int) -> int:
 
     Args:
         value_heads: of a KDA layer on this rank.
+
+    Raises:
+        ValueError: sglang's variable for it is no positive number.
     """
     said = os.environ.get(_SEQUENCES_VARIABLE)
-    return int(said) if said else min(128, max(16, _TASKS // value_heads))
+    if not said:
+        return min(128, max(16, _TASKS // value_heads))
+    if not said.isdecimal() or int(said) < 1:
+        raise ValueError(f"{_SEQUENCES_VARIABLE} must be a positive number, got {said!r}")
+    return int(said)
 
 
 def register() -> None:

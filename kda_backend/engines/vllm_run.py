@@ -150,7 +150,8 @@ def _windows(pools: Pools) -> torch.Tensor:
 
 def _state_of(pools: Pools, part: StepPart) -> StateRef:
     indices, initial = part.state_indices, part.has_initial_state
-    return StateRef.pool(pools[1], indices, initial, null_slot=NULL_BLOCK_ID)
+    null_slot = NULL_BLOCK_ID if part.step_plan is None else None
+    return StateRef.pool(pools[1], indices, initial, null_slot=null_slot)
 
 
 def verify(

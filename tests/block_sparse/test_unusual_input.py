@@ -231,3 +231,15 @@ def test_nan_is_not_quantised_away(device: torch.device, path: str, of: int) -> 
     out = quantised_attention(*given, plan, path=path)[0]
     rows = out.isnan().any(-1)
     assert not rows[0, 0].any() and rows[0, 1].sum() == (1 if of == 0 else 96)
+
+
+@both_paths
+def test_results_that_lie_over_one_another_are_refused(device: torch.device, path: str) -> None:
+    q, k, v = inputs(device)
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    out = torch.zeros(1, 1, 96, 64, dtype=q.dtype, device=device)
+    with pytest.raises(ValueError, match="out must have elements that share no memory"):
+        block_sparse_attention(q, k, v, plan, out=out.expand(-1, 2, -1, -1), path=path)
+    with pytest.raises(ValueError, match="out must have elements that share no memory"):
+        quantised_attention(q, k, v, plan, out=out.expand(-1, 2, -1, -1), path=path)
+    assert not out.any()

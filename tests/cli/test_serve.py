@@ -30,6 +30,12 @@ KIMI = {
     },
 }
 
+
+def of_kda(**fields: object) -> dict[str, Any]:
+    """Kimi-Linear's configuration with other KDA layers."""
+    return KIMI | {"linear_attn_config": KIMI["linear_attn_config"] | fields}  # type: ignore[operator]
+
+
 LING = {  # of the fields of Ling-3.0-Flash's config.json, those that say something of its layers
     "architectures": ["BailingMoeV3ForCausalLM"],
     "model_type": "bailing_hybrid",
@@ -177,6 +183,9 @@ LING_2 = {key: x for key, x in LING.items() if "kda" not in key and key != "shor
         ("{", ["--engine", "vllm"], 2, "config.json must be JSON"),
         ("[]", ["--engine", "vllm"], 2, "config.json must be a JSON object, got list"),
         (KIMI | {"linear_attn_config": {"kda_layers": [1]}}, ["--engine", "vllm"], 2, "num_heads"),
+        (of_kda(num_heads=0), ["--engine", "vllm"], 2, "must be positive, got 0 and 128"),
+        (of_kda(head_dim=-128), ["--engine", "sglang"], 2, "must be positive, got 32 and -128"),
+        (of_kda(short_conv_kernel_size=5), ["--engine", "vllm"], 1, "must have 4 taps, got 5"),
         (LING_2 | {"kv_lora_rank": None}, ["--engine", "vllm"], 2, "GLM-5.3-Flash or Ling-V3"),
         ({"model_type": "glm5_next"}, ["--engine", "vllm"], 2, "linear_num_heads"),
         (LING | {"head_dim": None}, ["--engine", "vllm"], 2, "num_attention_heads and head_dim"),

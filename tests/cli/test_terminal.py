@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
 from backend_cli import terminal
+from backend_cli.main import main
 from backend_cli.terminal import Bar
 
 
@@ -51,3 +53,13 @@ def test_on_a_terminal_there_is_one_bar(
         bar.update(2, note="done")
     shown = capsys.readouterr().err
     assert "2/2" in shown and "done" in shown and "━" in shown
+
+
+def test_a_terminal_of_no_width_is_one_of_an_unknown_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    monkeypatch.setattr(sys, "argv", ["kda-dsv4", "seams", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert "Usage: kda-dsv4 seams" in capsys.readouterr().out

@@ -313,11 +313,14 @@ def test_a_wheel_is_read_without_being_installed(tmp_path: Path) -> None:
     """One that lacks nearly everything: each part is named, with what it misses first."""
     wheel = tmp_path / "vllm-0.34.0-cp38-abi3-manylinux_2_31_x86_64.whl"
     registry = "class AttentionBackendEnum:\n    def register(cls, name, value): ...\n"
-    registry += "def register_backend(backend, class_path=None): ...\n"
+    registry += "if True:\n    pass\n\n    def register_backend(backend, class_path=None): ...\n"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("vllm/v1/attention/backends/registry.py", registry)
     code, out, _ = run("seams", "--wheel", str(wheel))
     assert code == 1
+    with zipfile.ZipFile(of_windows := tmp_path / f"{wheel.stem}-win.whl", "w") as archive:
+        archive.writestr("vllm/v1/attention/backends/registry.py", registry.replace("\n", "\r\n"))
+    assert run("seams", "--wheel", str(of_windows)) == (code, out, "")
     title, *lines = out.splitlines()
     assert title.startswith("vllm 0.34.0, not tested: 2 hold, 0 changed, ")
     assert lines[0].split("  ")[1] == "flag" and lines[0].endswith("  served      2 hold")

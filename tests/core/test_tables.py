@@ -403,6 +403,19 @@ def test_in_a_closed_home_there_is_no_table_and_a_closed_folder_that_was_named_i
         load_table(TOY, H200)
 
 
+@pytest.mark.parametrize("link", [False, True])
+def test_what_has_a_tables_name_and_is_no_file_is_refused(
+    link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shipped table served in its place, without a word."""
+    monkeypatch.setenv("KDA_DSV4_CONFIG_DIR", str(tmp_path))
+    table = tmp_path / TOY.family / "nvidia_sm90.toml"
+    table.parent.mkdir()
+    table.symlink_to(tmp_path / "nothing") if link else table.mkdir()
+    with pytest.raises(ValueError, match=r"nvidia_sm90\.toml: must be a file, got a folder"):
+        load_table(TOY, H200)
+
+
 def test_a_gpu_may_share_its_predecessors_table(tmp_path: Path) -> None:
     b300 = Target("nvidia", "sm103", 148, "B300")
     text = row() + DECODE

@@ -11,7 +11,7 @@ import torch
 from kda_backend import fla_backend
 
 
-@pytest.mark.parametrize(("setting", "waits"), [(None, 0), ("", 0), ("0", 0), ("1", 1)])
+@pytest.mark.parametrize(("setting", "waits"), [(None, 0), ("", 0), ("0", 0), ("off", 0), ("1", 1)])
 def test_it_waits_for_fla_where_the_variable_is_set(
     setting: str | None, waits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

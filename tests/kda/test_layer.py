@@ -68,9 +68,12 @@ class Model:
         """The layer's output [T, H, D]; the pools change in place."""
         device = self.qkv.device
         out = poisoned(*self.g.shape, dtype=torch.bfloat16, device=device)
-        flags = None if initial is None else torch.tensor(initial, device=device)
         slots = torch.tensor(indices, dtype=torch.int32, device=device)
-        state = StateRef.pool(self.state_pool, slots, flags, null_slot=0)
+        if function is layer.decode:
+            state = StateRef.pool(self.state_pool, slots, null_slot=0)
+        else:
+            flags = None if initial is None else torch.tensor(initial, device=device)
+            state = StateRef.pool(self.state_pool, slots, flags)
         x = Projections(self.qkv, self.g, self.beta, self.gate, out)
         common = (self.weights, self.selection, x, self.conv_pool, state)
         if function is layer.decode:
@@ -135,13 +138,13 @@ def test_any_batch_is_decodes_and_prefills(kernels: Backend, seed: int) -> None:
     chunks = build_chunk_table(bounds, plan.num_chunks)
     plan = dataclasses.replace(plan, cu_seqlens=bounds, chunk_table=chunks)
     out = poisoned(*model.g.shape, dtype=torch.bfloat16, device=on)
-    pool = functools.partial(StateRef.pool, model.state_pool, null_slot=0)
+    pool = functools.partial(StateRef.pool, model.state_pool)
     layer.decode_and_prefill(
         model.weights,
         model.selection,
         Projections(model.qkv, model.g, model.beta, model.gate, out),
         model.conv_pool,
-        pool(table(5, 2, -1, -1, -1)),
+        pool(table(5, 2, -1, -1, -1), null_slot=0),
         table(1, 1, 0, 0, 0, dtype=torch.bool).view(-1, 1, 1),
         pool(table(3, 1, -1, -1), table(1, 0, 1, 1, dtype=torch.bool)),
         plan,

@@ -121,7 +121,7 @@ class Step:
         if fresh:
             self.plan.prepared.clear()
         x = layer.Projections(model.qkv, model.g, model.beta, model.gate, out)
-        state = StateRef.pool(model.state_pool, self.slots, self.initial, null_slot=0)
+        state = StateRef.pool(model.state_pool, self.slots, self.initial)
         layer.prefill(
             model.weights,
             self.selection,

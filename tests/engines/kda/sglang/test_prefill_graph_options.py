@@ -122,6 +122,15 @@ def test_the_tables_of_a_graph_follow_from_a_ranks_heads() -> None:
     assert [sglang_prefill_graphs.most_sequences(heads) for heads in (4, 8, 12)] == [128, 64, 42]
 
 
+@pytest.mark.parametrize("said", ["many", "0", "-1", " "])
+def test_the_number_of_a_graphs_sequences_is_one(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_KDA_PREFILL_GRAPH_MAX_SEQS", said)
+    with pytest.raises(ValueError, match=f"MAX_SEQS must be a positive number, got '{said}'"):
+        sglang_prefill_graphs.most_sequences(8)
+
+
 def test_mla_layers_of_the_model_break_large_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     from kda_backend.engines import sglang_mla_breaks
 
