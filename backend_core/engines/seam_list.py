@@ -52,6 +52,7 @@ SGLANG_FLAG = Part(
         Seam(f"{_SRT}.server_args:ServerArgs.resolve_once", takes=""),
         Seam(f"{_SRT}.plugins.hook_registry:HookRegistry.register"),
         Seam(f"{_SRT}.plugins.hook_registry:HookType"),
+        Seam(f"{_SRT}.arg_groups.fields.exec_:ExecGraph", has="enable_torch_compile"),
         Seam(f"{_SRT}.layers.attention.attention_registry:register_attention_backend"),
         Seam(
             f"{_SRT}.layers.attention.attention_registry:attn_backend_wrapper",

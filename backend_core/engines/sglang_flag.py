@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
 
+import torch
 from sglang.srt import server_args as server_args_module
 from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4
 from sglang.srt.layers.attention import attention_registry
@@ -258,6 +259,9 @@ def build_backend(build: Callable[[Any, Any], Any], runner: Any, full_attn_backe
                 claim.install(backend, runner)
                 continue
             fallback(reason)
+    if getattr(runner.server_args, "enable_torch_compile", False):
+        # kernels here are launched with addresses, which dynamo cannot trace
+        backend.forward = torch.compiler.disable(backend.forward)  # type: ignore[no-untyped-call]
     return backend
 
 

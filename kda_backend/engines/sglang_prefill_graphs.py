@@ -84,13 +84,14 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     phase = hook.Phase.PREFILL
     if (phase, "backend") in locked or config.prefill.backend != hook.Backend.DISABLED:
         return
-    if hook.resolving_view(server_args).enable_memory_saver:
+    found = hook.resolving_view(server_args)
+    if found.enable_memory_saver:
         return  # breakable graphs refuse it as the server starts
     if is_deterministic(server_args):
         return  # a captured MLA layer takes another form, by the size of the step
     resolved: dict[str, Any] = {}
     if not {(phase, "max_bs"), (phase, "bs")} & locked:
-        buckets = _buckets(server_args, hook.model_config_of(server_args).hf_text_config)
+        buckets = _buckets(found, hook.model_config_of(server_args).hf_text_config)
         resolved = {"max_bs": buckets[-1], "bs": buckets}
     enabled = hook.with_phase(config, phase, backend=hook.Backend.BREAKABLE, **resolved)
     hook.declare_resolution(server_args, "kda_dsv4_prefill_graphs", cuda_graph_config=enabled)
@@ -118,12 +119,13 @@ def reserve(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups import cuda_graph_hook as hook
     from sglang.srt.arg_groups import memory_hook
 
-    prefill = hook.resolving_view(server_args).cuda_graph_config.prefill
+    found = hook.resolving_view(server_args)
+    prefill = found.cuda_graph_config.prefill
     upstream = memory_hook.reserve_for_graph_mb
     if not (is_requested(server_args) and is_cuda() and prefill.backend == hook.Backend.BREAKABLE):
         return previous(server_args)
     model = hook.model_config_of(server_args)
-    if prefill.bs != _buckets(server_args, model.hf_text_config):
+    if prefill.bs != _buckets(found, model.hf_text_config):
         return previous(server_args)
 
     def reserve_for_graph_mb(args: Any) -> float:
@@ -137,19 +139,18 @@ def reserve(server_args: Any, previous: Callable[[Any], None]) -> None:
         memory_hook.reserve_for_graph_mb = upstream
 
 
-def _buckets(server_args: Any, text_config: Any) -> list[int]:
+def _buckets(found: Any, text_config: Any) -> list[int]:
     """Tokens of the graphs, up to the longest step that the user allows.
 
     Args:
+        found: sglang's arguments, as far as they are resolved.
         text_config: the model's, whose MLA layers may run outside of graphs.
     """
-    chunk = server_args.chunked_prefill_size
+    chunk = found.chunked_prefill_size
     budget = chunk if chunk and chunk > 0 else _MOST_TOKENS
     most = min(budget, ABSORBED_TOKENS)
     if mla_runs_outside(text_config):
-        ranks = server_args.tp_size
-        if server_args.enable_dp_attention:
-            ranks //= server_args.dp_size
+        ranks = found.tp_size // found.attn_dp_size
         most = max(most, most_tokens(text_config.hidden_size, ranks, budget))
     return sizes(most)
 

@@ -175,7 +175,7 @@ def reserve(runner: Any, layer: Any, selection: KdaSelection, *, one_launch: boo
 def refusal(runner: Any, layer: Any, selection: KdaSelection, one_launch: bool) -> str | None:
     """Why the drafts of a server are not kept as records of ours, or ``None``."""
     mamba, memory = get_exec().mamba, get_memory()
-    if runner.server_args.speculative_algorithm is None:
+    if get_spec().speculative_algorithm is None:
         return "the server does not draft"
     verify = mamba.linear_attn_verify_backend
     if verify is None:

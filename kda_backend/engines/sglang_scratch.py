@@ -31,6 +31,7 @@ from kda_backend.spec import CHUNK
 from kda_backend.step_plan import build_step_plan
 
 _ASKED_SLOTS = "_kda_dsv4_asked_slots"  # on a ModelRunner: the user says how many it has
+_TAKEN = "_kda_dsv4_scratch"  # on a ModelRunner: what `take_scratch` has returned
 _SEQUENCES = 1 + PARTIAL_CHUNKS
 """Requests that share the tokens of one call's largest chunks: 16 of one token beside a long one. A
 step with more chunks is several calls (`prefill_calls.divided`)."""
@@ -52,10 +53,15 @@ def take_scratch(runner: Any, selection: KdaSelection) -> tuple[Scratch | None, 
     """Scratch memory for the largest prefill step of a ModelRunner, and the most chunks of a call;
     ``None`` for what `note_asked_slots` has not seen, and where calls are not divided.
 
-    Pools are allocated.
+    Pools are allocated. The attention backends of one ModelRunner, of which sglang builds one for
+    each length of drafts (``--speculative-adaptive``) and three for ``--enable-two-batch-overlap``,
+    share it: their prefills run one after another.
     """
     if not hasattr(runner, _ASKED_SLOTS):
         return None, None
+    if (taken := getattr(runner, _TAKEN, None)) is not None:
+        shared: tuple[Scratch, int | None] = taken
+        return shared
     # with attention in data parallel the host does not know the lengths of padded steps
     divides = get_parallel().attn_dp_size == 1
     tokens, requests = largest_prefill(runner, selection, divides=divides)
@@ -68,6 +74,7 @@ def take_scratch(runner: Any, selection: KdaSelection) -> tuple[Scratch | None, 
     if _chunk_of_a_prompt() is None:
         say(f"prompts are not cut, and one of more than {tokens} tokens takes more")
     chunks = -(-(tokens - requests + 1) // CHUNK) + requests - 1
+    setattr(runner, _TAKEN, (scratch, chunks if divides else None))
     return scratch, chunks if divides else None
 
 

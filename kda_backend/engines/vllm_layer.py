@@ -96,6 +96,11 @@ def _refusal(vllm_config: VllmConfig, module: Any, lower_bound: float | None) ->
     state_dtype = module.get_state_dtype()[1]
     if state_dtype not in STATES:
         return f"the KDA state must be float32, bfloat16 or float16, got {state_dtype}"
+    if vllm_config.mamba_config.enable_stochastic_rounding:
+        return (
+            "--enable-mamba-cache-stochastic-rounding is set, and KDA states are rounded to the"
+            " nearest number here"
+        )
     if module.conv_size != 4:
         return f"the short convolution must have 4 taps, got {module.conv_size}"
     if module.head_dim > 128:

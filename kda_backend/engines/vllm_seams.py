@@ -39,6 +39,7 @@ _STATES = (
         given="model_dtype mamba_cache_dtype mamba_ssm_cache_dtype",
     ),
     Seam("vllm.config.cache:CacheConfig", has="mamba_cache_dtype mamba_ssm_cache_dtype"),
+    Seam("vllm.config.mamba:MambaConfig", has="enable_stochastic_rounding"),
 )
 _SPEC = Seam(
     "vllm.v1.kv_cache_interface:MambaSpec",

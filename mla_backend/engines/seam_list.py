@@ -125,6 +125,8 @@ SGLANG_SPARSE = Part(
             "sglang.srt.models.deepseek_v4:MQALayer",
             has="compress_ratio n_local_heads layer_id use_mega_attention _kernel_num_heads",
         ),
+        Seam("sglang.srt.runtime_context:get_schedule", takes=""),
+        Seam("sglang.srt.runtime_context:max_speculative_num_draft_tokens", takes=""),
     ),
 )
 

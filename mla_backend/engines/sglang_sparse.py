@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
 from sglang.srt.models.deepseek_v4 import MQALayer
+from sglang.srt.runtime_context import get_schedule, max_speculative_num_draft_tokens
 
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
@@ -110,16 +111,15 @@ def _form(backend: Any, runner: Any, module: Any, runs_all: bool) -> LayerShape:
         topk = -(-backend.max_context_len // ratio) if ratio == 128 else backend.index_topk
         topks = (WINDOW, -(-topk // MIN_WIDTH) * MIN_WIDTH)
         extra_page_size = pool.get_extra_key_page_size(module.layer_id)
-    drafts = runner.server_args.speculative_num_draft_tokens or 1
+    # what sglang has resolved: the arguments of a ModelRunner are those that a user gave
+    drafts, chunk = max_speculative_num_draft_tokens() or 1, get_schedule().chunked_prefill_size
     return LayerShape(
         heads=module.n_local_heads if runs_all else max(module.n_local_heads, 64),
         page_size=pool.get_swa_key_page_size(),
         extra_page_size=extra_page_size,
         topks=topks,
         # without sparse prefill, pieces of prompts make the decode call too
-        max_tokens=max(
-            runner.req_to_token_pool.size * drafts, runner.server_args.chunked_prefill_size or 0
-        ),
+        max_tokens=max(runner.req_to_token_pool.size * drafts, chunk or 0),
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from backend_core.strict import FallbackError
 from backend_core.testing.numerics import relative_error
@@ -216,6 +217,29 @@ def test_what_the_operator_refuses_goes_to_stock(
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match="snapshots must have dtype float32"):
         kernel.extend(*inputs, **call, **tracked)
+
+
+def test_a_model_that_sglang_compiles_calls_kernels_of_ours_as_they_are() -> None:
+    """--enable-torch-compile compiles the forward passes of decodes."""
+    with on_an_a100(), torch.no_grad():
+        served = Served("--attention-backend", "kda", "--enable-torch-compile")
+        layer = served.layers[0].attn
+        batch = served.batch(ForwardMode.DECODE, [1] * 3, [5, 6, 7], [3, 1, 7])
+        rows = torch.randn(3, 3 * layer.q_dim, generator=torch.Generator().manual_seed(1))
+        rows, beta = rows.bfloat16(), torch.zeros(1, 3, layer.num_v_heads).bfloat16()
+
+        def step(rows: torch.Tensor) -> Any:
+            return layer(batch, 2 * rows, rows[None, :, : layer.q_dim], beta) + 1
+
+        outputs = []
+        torch._dynamo.reset()
+        for run in (step, torch.compile(step, backend="eager")):
+            served.fill_pools(seed=1)
+            with forward_context(ForwardContext(attn_backend=served.backend)):
+                served.backend.init_forward_metadata(batch)
+                outputs.append([run(rows), *(pool.clone() for pool in served.states(0))])
+        for eager, compiled in zip(*outputs, strict=True):
+            assert torch.equal(compiled, eager)
 
 
 @pytest.mark.parametrize("bounded", [False, True])

@@ -110,11 +110,22 @@ def test_the_largest_graph_follows_from_ranks_and_the_models_mla(
 ) -> None:
     """Kimi-Linear's hidden size. Queries from a latent keep MLA in the graph, in the form that is
     slow for long prompts."""
-    args = SimpleNamespace(
-        chunked_prefill_size=None, tp_size=ranks, dp_size=dp_size, enable_dp_attention=dp_size > 1
-    )
+    args = SimpleNamespace(chunked_prefill_size=None, tp_size=ranks, attn_dp_size=dp_size)
     config = SimpleNamespace(hidden_size=2304, q_lora_rank=q_lora_rank, kv_lora_rank=512)
     assert sglang_prefill_graphs._buckets(args, config)[-1] == most
+
+
+@pytest.mark.parametrize(
+    "options", [("--attn-dp-size", "4"), ("--enable-dp-attention", "--dp-size", "4")]
+)
+def test_attention_in_data_parallel_has_a_ranks_graphs(
+    on_a_gpu: None, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By either of sglang's options for it; the four ranks have 65,536 tokens of a step."""
+    monkeypatch.setattr(sglang_prefill_graphs, "most_tokens", lambda hidden, ranks, budget: ranks)
+    monkeypatch.setattr(sglang_prefill_graphs, "ABSORBED_TOKENS", 1)
+    config = prefill(*FLAG, "--tp-size", "4", "--chunked-prefill-size", "65536", *options)
+    assert config.max_bs == 1
 
 
 def test_the_tables_of_a_graph_follow_from_a_ranks_heads() -> None:

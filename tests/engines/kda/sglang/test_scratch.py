@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention import attention_registry
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import publish
 
@@ -58,6 +59,20 @@ def test_no_step_takes_more_scratch_memory_than_is_taken_at_load(
             served.forward(tokens(sum(new), seed=1), batch)
         assert kernel._scratch.nbytes == taken
     assert any("scratch memory of 128 tokens of 4 requests is" in line for line in log_lines)
+
+
+def test_attention_backends_of_one_runner_share_it(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """As with --speculative-adaptive, which builds one for each length of drafts."""
+    monkeypatch.setattr(KernelLaunch, "_interpret", lambda self, grid, *args: None)
+    served = installed(monkeypatch, "--chunked-prefill-size", "128")
+    full = attention_registry.ATTENTION_BACKENDS["torch_native"](served.runner)
+    another = attention_registry.attn_backend_wrapper(served.runner, full).linear_attn_backend
+    first, second = served.dispatcher.extend_kernel, another.kernel_dispatcher.extend_kernel
+    assert first is not second and second._scratch is first._scratch
+    assert second._most_chunks == first._most_chunks
+    assert len([line for line in log_lines if "scratch memory of 128 tokens" in line]) == 1
 
 
 @pytest.mark.parametrize(

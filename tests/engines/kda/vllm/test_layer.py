@@ -212,6 +212,7 @@ REFUSALS = {
     "a part without a table": "no kda kernel paths for sm75",
     "another convolution": "the short convolution must have 4 taps, got 3",
     "batch invariance": "VLLM_BATCH_INVARIANT is set, and the prefix cache keeps states",
+    "stochastic rounding": "--enable-mamba-cache-stochastic-rounding is set, and KDA states",
     "wide heads": "KDA heads must have at most 128 channels, got 192",
 }
 
@@ -224,6 +225,8 @@ def refuse(case: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     elif case == "batch invariance":
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
         config.cache_config.enable_prefix_caching = True
+    elif case == "stochastic rounding":
+        config.mamba_config.enable_stochastic_rounding = True
     elif case == "another convolution":
         config.model_config.hf_config.linear_attn_config["short_conv_kernel_size"] = 3
     else:

@@ -20,6 +20,7 @@ from sglang.srt.layers.attention.deepseek_v4_backend import (
 from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import SparsePrefillKVBuffer
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_v4 import MQALayer
+from sglang.srt.runtime_context import publish
 from sglang.test.kernels.deepseek_v4.k_cache_reference import (
     quant_to_nope_fp8_rope_bf16_pack_triton,
 )
@@ -30,6 +31,7 @@ from mla_backend import reference_sparse_mla as reference
 from mla_backend.engines import sglang as adapter
 from mla_backend.engines import sglang_sparse, sparse_layer
 from tests.engines.dsv4.sglang.harness import real_pool
+from tests.engines.kda.sglang.harness import server_args
 from tests.engines.mla.flash import TARGETS, TOLERANCE, FlashMla
 from tests.mla.beside import run_as_on_h200
 
@@ -78,6 +80,18 @@ def pool() -> tuple[Any, dict[tuple[int, str], torch.Tensor]]:
     return made, slots
 
 
+@pytest.fixture(autouse=True)
+def published() -> None:
+    publish(arguments("--chunked-prefill-size", "-1"), role="test")
+
+
+@functools.cache
+def arguments(*options: str) -> Any:
+    """As sglang resolves them; the model is another."""
+    ngrams = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
+    return server_args(*ngrams, *options)
+
+
 class Server:
     """sglang's attention backend over the pool, and steps with drawn lists."""
 
@@ -98,7 +112,6 @@ class Server:
         self.runner = SimpleNamespace(
             model=self.model,
             model_config=SimpleNamespace(dtype=torch.bfloat16),
-            server_args=SimpleNamespace(speculative_num_draft_tokens=3, chunked_prefill_size=None),
             req_to_token_pool=SimpleNamespace(size=4),
             is_draft_worker=False,
         )
@@ -364,6 +377,16 @@ def test_a_form_without_a_path_leaves_every_layer_as_it_was(
     assert log_lines[-1].endswith("--attention-backend dsv4: no path for pages of 2 rows")
     assert server.backend._flash_mla_with_kvcache is server.kernel
     assert server.model["4"]._kernel_num_heads(3) == 64
+
+
+def test_the_largest_call_is_what_sglang_resolved(serve: Any) -> None:
+    """Of drafts and chunks that nobody named: 12 tokens of four requests, or of a prompt 4,096."""
+    layer = serve("torch", 8).model["4"]
+    for options, most in ((("--chunked-prefill-size", "-1"), 48), ((), 4096)):
+        publish(arguments(*options), role="test")
+        server = Server(8)
+        form = sglang_sparse._form(server.backend, server.runner, layer, runs_all=True)
+        assert form.max_tokens == most
 
 
 @pytest.mark.parametrize("dim", [288, 528])
