@@ -72,9 +72,11 @@ def main() -> int:
         variables = {"CUDA_VISIBLE_DEVICES": str(gpu), **VARIABLES.get(who, {})}
         data = serve_sides.run_side(module, label, options, args.out, until, variables)
         log = args.out.with_name(f"{args.out.stem}_{label}.log").read_text(errors="replace")
-        found[side] = {"failed": {"process": "no file"}} if data is None else {**data, "log": log}
-        done = {s: found[s] for s in sides if s in found}
-        write_record(args.out, document(args.engine, done, args.drafts))
+        of_side = {"failed": {"process": "no file"}} if data is None else {**data, "log": log}
+        with serve_sides.WRITING:
+            found[side] = of_side
+            done = {s: found[s] for s in sides if s in found}
+            write_record(args.out, document(args.engine, done, args.drafts))
 
     for first in range(0, len(sides), args.gpus):
         wave = sides[first : first + args.gpus]

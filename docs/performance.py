@@ -163,7 +163,8 @@ def _headline() -> str:
         (f"`sageattn`, {len(sage)} calls", "SageAttention", sage),
         *(_headline_of_engine(name) for name in (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES)),
         (
-            f"A full server of Kimi-Linear-48B's configuration, either engine, {len(full)} loads",
+            "A full server of Kimi-Linear-48B's configuration, either engine, 1 GPU,"
+            f" {len(full)} loads",
             "the engine without the flag, with states in the same format",
             full,
         ),

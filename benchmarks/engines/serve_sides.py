@@ -32,6 +32,8 @@ WITHOUT_FLAG = ("upstream", UPSTREAM_GRAPHS)
 SIDES = ("upstream", "flag")
 FIRST_SHARE = 0.43  # of the time for both sides
 GRACE_S = 45.0  # what a child may take after its deadline for the part that it is in
+WRITING = threading.Lock()
+"""Held by a side that adds itself to the file of all: two may end at the same time."""
 
 
 Command = Callable[[argparse.Namespace], int]
@@ -119,6 +121,8 @@ def started(parser: argparse.ArgumentParser, pair: Command, run: Command) -> int
     folder = getattr(args, "config", None)
     if folder is not None and not (folder / "config.json").is_file():
         parser.error(f"expected a folder with a config.json, got {folder}")
+    if getattr(args, "draft_layer", False) and not args.drafts:
+        parser.error("expected --drafts beside --draft-layer, which says who drafts, got none")
     return pair(args) if args.command == "pair" else run(args)
 
 
@@ -229,10 +233,11 @@ def pair(
             return
         if side not in WITHOUT_FLAG and not any(served in line for line in data["said"] or [""]):
             data["failed"]["served"] = f"expected a line with {served!r} in the log"
-        found[side] = data
         script = f"{module.replace('.', '/')}.py"
-        document = {"script": script, "mode": "default", **join(found)}
-        write_record(out, {**document, "beside": True} if is_beside else document)
+        with WRITING:
+            found[side] = data
+            document = {"script": script, "mode": "default", **join(found)}
+            write_record(out, {**document, "beside": True} if is_beside else document)
 
     if spread_ranks:
         beside(

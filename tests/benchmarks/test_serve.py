@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import textwrap
+import threading
 import time
 import types
 from itertools import pairwise
@@ -282,6 +283,32 @@ def test_sides_that_are_spread_have_gpus_of_their_own(
     assert gpus == {"| GPUs flag.json 0,1", "| GPUs upstream.json 2,3"}
 
 
+def test_sides_that_end_at_the_same_time_are_all_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, held = threading.Barrier(2), threading.Lock()
+    write = serve_sides.write_record
+
+    def run_side(*args: Any) -> dict[str, Any]:
+        end.wait(10)
+        ms = {"what": "1 x 1", "kind": "call", "ms": 2.0}
+        return {"rows": [ms], "said": [], "failed": {}, "left_out": []}
+
+    def slow(path: Path, document: dict[str, Any]) -> None:
+        assert held.acquire(blocking=False)
+        time.sleep(0.1)
+        write(path, document)
+        held.release()
+
+    monkeypatch.setattr(serve_sides, "run_side", run_side)
+    monkeypatch.setattr(serve_sides, "write_record", slow)
+    out = tmp_path / "out.json"
+    sides: dict[str, list[str]] = {"flag": [], "upstream": []}
+    assert serve_sides.pair("any", sides, out, 60.0, spread_ranks=1) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["flag_ms"] == row["upstream_ms"] == 2.0
+
+
 def test_a_prefill_says_its_path_once_for_each_size(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,6 +375,21 @@ def test_a_model_is_cut_to_layers_heads_and_experts(
         linear = text["linear_attn_config"]
         assert len(linear["kda_layers"]) == 3 and len(linear["full_attn_layers"]) == 1
         assert linear["num_heads"] == 8
+
+
+@pytest.mark.parametrize("command", ["pair", "run"])
+def test_a_draft_layer_without_drafts_is_refused(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    folder = [str(tmp_path), "x"] if command == "pair" else ["x", "--config", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["serve_vllm", command, *folder, "--draft-layer"])
+    with pytest.raises(SystemExit):
+        serve_vllm.main()
+    assert "expected --drafts beside --draft-layer" in capsys.readouterr().err
 
 
 def test_drafts_of_random_weights_are_often_right() -> None:
