@@ -59,7 +59,7 @@ def main() -> int:
 
     turns = args.out.with_name(f"{args.out.stem}.turns")
 
-    def run(gpu: int, side: str) -> None:
+    def run(gpu: str, side: str) -> None:
         who, state = side.split(":")
         label = f"{who}_{state}"
         options = ["--config", str(args.config), "--parts", *args.parts, "--state", state]
@@ -69,7 +69,7 @@ def main() -> int:
         if args.engine == "sglang":
             options += ["--full-attention", "triton"]
         module = f"benchmarks.serve_{args.engine}"
-        variables = {"CUDA_VISIBLE_DEVICES": str(gpu), **VARIABLES.get(who, {})}
+        variables = {"CUDA_VISIBLE_DEVICES": gpu, **VARIABLES.get(who, {})}
         data = serve_sides.run_side(module, label, options, args.out, until, variables)
         log = args.out.with_name(f"{args.out.stem}_{label}.log").read_text(errors="replace")
         of_side = {"failed": {"process": "no file"}} if data is None else {**data, "log": log}
@@ -80,7 +80,10 @@ def main() -> int:
 
     for first in range(0, len(sides), args.gpus):
         wave = sides[first : first + args.gpus]
-        serve_sides.beside(functools.partial(run, gpu, side) for gpu, side in enumerate(wave))
+        gpus = serve_sides.gpus(len(wave))
+        serve_sides.beside(
+            functools.partial(run, gpu, side) for gpu, side in zip(gpus, wave, strict=True)
+        )
     turns.unlink(missing_ok=True)
     result = document(args.engine, {s: found[s] for s in sides}, args.drafts)
     for row in result["rows"]:

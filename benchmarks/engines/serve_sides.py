@@ -195,6 +195,19 @@ def join(sides: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def gpus(count: int) -> list[str]:
+    """The first ``count`` GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+        ValueError: it may use fewer.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = [str(i) for i in range(count)] if named is None else named.split(",")
+    if len(found) < count:
+        raise ValueError(f"expected {count} GPUs, got CUDA_VISIBLE_DEVICES={named}")
+    return found[:count]
+
+
 def names_of(sides: dict[str, Any]) -> list[str]:
     """Upstream, the flag, then the variants."""
     return [*(s for s in SIDES if s in sides), *(s for s in sides if s not in SIDES)]
@@ -226,8 +239,8 @@ def pair(
 
     def run_one(side: str, own: list[str], until: float) -> None:
         first = [*options].index(side) * spread_ranks
-        gpus = ",".join(str(first + i) for i in range(spread_ranks))
-        variables = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        own_gpus = gpus(len(options) * spread_ranks)[first : first + spread_ranks]
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(own_gpus)} if own_gpus else {}
         data = run_side(module, side, own, out, until, variables)
         if data is None:
             return

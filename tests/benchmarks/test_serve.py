@@ -269,9 +269,14 @@ def test_sides_beside_each_other_are_timed_when_all_have_loaded(
         assert spans[-1][0] < min(end for _, end in spans)
 
 
+@pytest.mark.parametrize("visible", ["", "4,5,6,7"])
 def test_sides_that_are_spread_have_gpus_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    else:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "fake_child.py").write_text(textwrap.dedent(CHILD))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     sides = {"flag": ["--attention-backend", "KDA"], "upstream": []}
@@ -280,7 +285,14 @@ def test_sides_that_are_spread_have_gpus_of_their_own(
     assert json.loads(out.read_text())["rows"][0]["flag_ms"] == 2.0
     lines = capfd.readouterr().out.splitlines()
     gpus = {line for line in lines if line.startswith("| GPUs")}
-    assert gpus == {"| GPUs flag.json 0,1", "| GPUs upstream.json 2,3"}
+    first = 4 if visible else 0
+    assert gpus == {
+        f"| GPUs flag.json {first},{first + 1}",
+        f"| GPUs upstream.json {first + 2},{first + 3}",
+    }
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with pytest.raises(ValueError, match="expected 4 GPUs, got CUDA_VISIBLE_DEVICES=4,5,6"):
+        serve_sides.gpus(4)
 
 
 def test_sides_that_end_at_the_same_time_are_all_in_the_file(
