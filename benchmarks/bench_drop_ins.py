@@ -17,6 +17,9 @@ ratio of our error to the original's:
     python benchmarks/bench_drop_ins.py --accuracy --originals FOLDER \
         --output benchmarks/results/dropins_accuracy_h200.json
 
+On several GPUs a run goes faster in parts, one process each: ``--only`` names the functions of a
+part, and ``--merge PART.json ...`` makes their results one.
+
 ``us`` is the median time of a call between events on the default stream while the GPU is kept busy
 before it, which is the kernels' time; ``host_us`` the host's time in a call; ``plan_us`` the whole
 time of a plan, which a step makes once. ``FOLDER`` holds the originals' packages, where they are
@@ -40,7 +43,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.testing.records import write_record
+from backend_core.testing.records import merged_records, write_record
 from backend_core.testing.timing import call_time_ms, environment, host_time_ms, stream_time_ms
 from mla_backend import reference_sparse_mla
 from mla_backend.testing.sparse_mla_cases import write_records
@@ -435,10 +438,23 @@ def main() -> None:
     parser.add_argument("--originals", type=Path, action="append", default=[])
     parser.add_argument("--accuracy", action="store_true", help="errors alone, at 20 lengths")
     parser.add_argument("--only", nargs="*", help="functions; by default all")
+    parser.add_argument("--merge", type=Path, nargs="+", help="results of parts; nothing is run")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
+    if options.merge:
+        head, rows = merged_records(options.merge)
+        write_record(options.output, {**head, "rows": rows})
+    else:
+        rows = run(options)
+    for line in worst(rows):
+        print(line)
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of the chosen cases, written after each."""
     sys.path[:0] = [str(folder) for folder in options.originals]
-    head, rows = environment(), []
+    head = environment()
+    rows: list[dict[str, Any]] = []
     chosen = accuracy_cases() if options.accuracy else cases()
     for turn, case in enumerate(chosen):
         if options.only and case.function not in options.only:
@@ -448,8 +464,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
         write_record(options.output, {**head, "rows": rows})
         torch.cuda.empty_cache()
-    for line in worst(rows):
-        print(line)
+    return rows
 
 
 if __name__ == "__main__":

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from backend_core.testing.records import merged_records, write_record
 from benchmarks import bench_drop_ins
 from benchmarks.bench_drop_ins import Case
 
@@ -100,3 +103,22 @@ def test_accuracy_beside_a_worse_original(
     assert 0.02 < row["e4m3_error"] < 0.05  # both round numbers of three bits after the first
     (line,) = bench_drop_ins.worst([row])
     assert "over 1 rows" in line and "causal" in line
+
+
+def test_parts_of_one_run_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = {"gpu": "one", "date": "2026-01-01"}
+    rows = [
+        {"function": name, "caller": "", "shape": {"tokens": 1}, "theirs_refused": "none"}
+        for name in ("a", "b")
+    ]
+    parts = [tmp_path / f"{row['function']}.json" for row in rows]
+    for part, row in zip(parts, rows, strict=True):
+        write_record(part, {**head, "rows": [row]})
+    whole = tmp_path / "whole.json"
+    options = ["bench_drop_ins.py", "--merge", *map(str, parts), "--output", str(whole)]
+    monkeypatch.setattr(sys, "argv", options)
+    bench_drop_ins.main()
+    assert json.loads(whole.read_text()) == {**head, "rows": rows}
+    write_record(parts[1], {**head, "gpu": "other", "rows": []})
+    with pytest.raises(ValueError, match="differ"):
+        merged_records(parts)
