@@ -11,7 +11,7 @@ for each step (n-gram drafts), and side ``states`` is the flag with a state afte
 token, as upstream keeps them.
 ``running`` are the most requests that ran at once, ``slots`` what the engine made room for: blocks
 of vLLM's cache, KDA states of sglang's. ``tokens_per_s`` counts new tokens, over a time in which
-the prompts are read too.
+the prompts are read too; it is ``null`` where sglang began and did not end in time.
 """
 
 from __future__ import annotations
@@ -120,20 +120,22 @@ def lost_parts(data: dict[str, Any]) -> dict[str, str]:
 def rows_of(engine: str, side: str, data: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Those of one side."""
     who, state = side.split(":")
-    for row in data.get("rows", []):
-        if row["kind"] == "crowd":
-            running = row["running"]
-            if running is None:
-                running = most_running(data["log"], row["what"])
-            yield {
-                "what": row["what"],
-                "side": who,
-                "state": state,
-                "running": running,
-                "slots": data["engine"].get(SLOTS[engine]),
-                "tokens_per_s": round(row["tokens_per_s"], 1),
-                "memory_after_load_mib": data["memory_after_load_mib"],
-            }
+    ended = {row["what"]: row for row in data.get("rows", []) if row["kind"] == "crowd"}
+    begun = re.findall(rf"{re.escape(serve_work.BEGINS)}(.*)", data["log"])
+    for what in dict.fromkeys([*ended, *begun]):
+        row = ended.get(what, {"running": None, "tokens_per_s": None})
+        running, rate = row["running"], row["tokens_per_s"]
+        if running is None:
+            running = most_running(data["log"], what)
+        yield {
+            "what": what,
+            "side": who,
+            "state": state,
+            "running": running,
+            "slots": data["engine"].get(SLOTS[engine]),
+            "tokens_per_s": None if rate is None else round(rate, 1),
+            "memory_after_load_mib": data["memory_after_load_mib"],
+        }
 
 
 def most_running(log: str, what: str) -> int | None:

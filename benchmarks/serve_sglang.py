@@ -153,12 +153,12 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         arguments["speculative_algorithm"] = "NGRAM"
         arguments["speculative_num_draft_tokens"] = 1 + args.drafts
         arguments["speculative_ngram_max_bfs_breadth"] = 1
+        arguments["max_running_requests"] = 128  # sglang's own are 48 with drafts
     if args.drafts and args.draft_layer:
         arguments["speculative_algorithm"] = "NEXTN"
         arguments["speculative_draft_model_path"] = arguments["model_path"]
         arguments["speculative_num_steps"] = args.drafts
         arguments["speculative_eagle_topk"] = 1
-        arguments["max_running_requests"] = 64  # sglang's own are 48
     if args.variant == NO_GRAPHS:
         arguments["disable_prefill_cuda_graph"] = True
     if args.variant == serve_sides.UPSTREAM_GRAPHS:

@@ -89,7 +89,7 @@ def pages() -> dict[str, tuple[str, list[str]]]:
             [*mla.mla_decode(), *mla.shared_prompts(), *mla.named_rows()],
         ),
         "block-sparse": ("Block-sparse and 8-bit attention", block_sparse.block_sparse()),
-        "drop-ins": ("Drop-ins", drop_ins.drop_ins()),
+        "drop-ins": ("Drop-ins", [*drop_ins.drop_ins(), "", *drop_ins.errors_by_length()]),
     }
 
 
@@ -161,7 +161,7 @@ def _headline() -> str:
         (f"Block-sparse attention, {len(flex)} sizes", "FlexAttention", flex),
         (f"SpargeAttn's functions in 8 bits, {len(sparge)} calls", "SpargeAttn", sparge),
         (f"`sageattn`, {len(sage)} calls", "SageAttention", sage),
-        *(_headline_of_engine(name) for name in (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES)),
+        *(_headline_of_engine(name) for name in engines.HEADLINES),
         (
             "A full server of Kimi-Linear-48B's configuration, either engine, 1 GPU,"
             f" {len(full)} loads",
@@ -174,7 +174,7 @@ def _headline() -> str:
     ]
     titles = ["operator", "compared with the fastest of", "speed-up, geometric mean", "range"]
     lines = table(titles, cells)
-    servers = (*engines.SEVERAL_RANKS, *engines.DEFAULT_MODES, *crowds.FULL)
+    servers = (*engines.HEADLINES, *crowds.FULL)
     pairs = (load(name)["date"] for name in servers)
     dates = sorted({*pairs, *(x["date"] for x in (prefill, decode, mla_report, sparse))})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -192,8 +192,9 @@ def _headline_of_engine(name: str) -> tuple[str, str, list[float]]:
     ratios = [row["upstream_ms"] / row["flag_ms"] for row in engines.both(report, "call")]
     ranks = report["sides"]["flag"]["environment"].get("ranks", 1)
     what = (
-        f"Kimi-Linear-48B's configuration in {report['engine'].replace('vllm', 'vLLM')}, default"
-        f" mode, {ranks} GPU{'s' * (ranks > 1)}, calls that return one token"
+        f"Kimi-Linear-48B's configuration in {report['engine'].replace('vllm', 'vLLM')}"
+        f"{engines.full_attention(report)}, default mode,"
+        f" {ranks} GPU{'s' * (ranks > 1)}, calls that return one token"
     )
     return what, "the engine without the flag", ratios
 

@@ -33,7 +33,7 @@ def write_record(path: Path, record: Any) -> None:
 
 
 def merged_records(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What describes the run whose parts have records in ``paths``, and the ``rows`` of all.
+    """Join the records of one run's parts: what describes the run, and the ``rows`` of all.
 
     Raises:
         ValueError: the parts are not of one run.

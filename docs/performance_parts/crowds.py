@@ -7,9 +7,11 @@ from typing import Any
 from docs.performance_parts.page import by_size, load, section, table
 
 FULL = {
-    "crowd_vllm.json": "A full server: Kimi-Linear-48B in vLLM",
+    "crowd_vllm.json": "A full server: Kimi-Linear-48B in vLLM, float32 states",
+    "crowd_vllm_float16.json": "A full server: Kimi-Linear-48B in vLLM, float16 states",
     "crowd_sglang_float32.json": "A full server: Kimi-Linear-48B in sglang, float32 states",
     "crowd_sglang.json": "A full server: Kimi-Linear-48B in sglang, by the format of states",
+    "crowd_sglang_drafts.json": "A full server: Kimi-Linear-48B in sglang, with drafts",
 }
 _SLOTS = {"sglang": "slots of states", "vllm": "blocks"}
 SAME_BITS = (
@@ -31,6 +33,7 @@ def full_server_ratios() -> list[float]:
         (name, row["what"], row["state"], row["side"]): row["tokens_per_s"]
         for name in FULL
         for row in load(name)["rows"]
+        if row["tokens_per_s"] is not None
     }
     return [
         rate / rates[*load_of, "upstream"]
@@ -45,12 +48,19 @@ def _full(name: str, title: str) -> list[str]:
     cells = []
     for row in report["rows"]:
         first = next(x for x in report["rows"] if x["what"] == row["what"])
-        gain = row["tokens_per_s"] / first["tokens_per_s"]
-        numbers = (f"{row[key]:,}" for key in ("running", "slots"))
-        rate = f"{row['tokens_per_s']:,.0f}"
-        cells.append([row["what"], row["side"], row["state"], *numbers, rate, f"{gain:.2f}"])
+        numbers = [f"{row[key]:,}" for key in ("running", "slots")]
+        rates = [one["tokens_per_s"] for one in (row, first)]
+        rate = "" if rates[0] is None else f"{rates[0]:,.0f}"
+        gain = "" if None in rates else f"{rates[0] / rates[1]:.2f}"
+        cells.append([row["what"], row["side"], row["state"], *numbers, rate, gain])
     ended = " and ".join(side.replace(":", " with ") for side in report["failed"])
     more = f" {ended} did not end in the benchmark's time." if ended else ""
+    if "drafts" in report:
+        more += (
+            f" {report['drafts']} tokens are looked up for each step, of which random prompts"
+            " accept none: a step verifies so many for one that is written. sglang runs at most 48"
+            " requests at a time with drafts unless it is told to."
+        )
     turns = "one after the other"
     if "at_once" in report:
         turns = "at the same time once all have loaded"

@@ -53,6 +53,15 @@ def test_a_side_that_fails_is_named_and_the_others_have_rows() -> None:
     assert [(row["running"], row["slots"]) for row in found["rows"]] == [(4, 70), (4, 70)]
 
 
+def test_a_part_that_began_and_did_not_end_has_its_requests_and_no_rate() -> None:
+    log = f"{serve_work.SAID}{serve_work.BEGINS}{SHORT}\nDecode batch, #running-req: 5, #token: 1\n"
+    cut = side_of(None, rows=[], failed={"process": "exit status -9"}, log=log)
+    found = crowd.document("sglang", {"upstream:float32": cut}, drafts=7)
+    (row,) = found["rows"]
+    assert (row["what"], row["running"], row["slots"], row["tokens_per_s"]) == (SHORT, 5, 60, None)
+    assert found["failed"] == {"upstream:float32": {"process": "exit status -9"}}
+
+
 def test_upstream_runs_in_the_formats_that_it_takes() -> None:
     assert crowd.SIDES["vllm"] == [
         *("upstream:float32", "flag:float32", "flag:float16", "flag:bfloat16")
