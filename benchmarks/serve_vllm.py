@@ -58,6 +58,7 @@ from benchmarks.engines.serve_model import (
     draw_weights,
     environment,
     model_directory,
+    register_config,
     text_config,
     versions,
     with_dense_attention,
@@ -345,6 +346,7 @@ def drawn_engine(attention_backend: str | None, model: str, **options: Any) -> A
     from vllm import LLM
 
     register_loader()
+    register_config(Path(model))
     if attention_backend:
         options["attention_backend"] = attention_backend
     options |= {"load_format": "drawn", "hf_overrides": with_dense_attention}

@@ -74,14 +74,24 @@ def copy_decode_weights(model: Any) -> None:
 
 
 def with_dense_attention(config: Any) -> Any:
-    """GLM's configuration without its indexer, and with the 64 channels beside a latent that dense
-    MLA kernels expect: its class in transformers allows neither. Others stay."""
+    """GLM's configuration without its indexer, and with 64 of a head's channels beside the latent,
+    which dense MLA kernels expect: its class in transformers allows neither. Others stay."""
     text = config.get_text_config()
     if text.model_type == "glm5_next_text":
-        sizes = {"qk_rope_head_dim": 64, "qk_head_dim": text.qk_nope_head_dim + 64}
+        sizes = {"qk_rope_head_dim": 64, "qk_nope_head_dim": text.qk_head_dim - 64}
         for name, value in {"index_topk": None, **sizes}.items():
             object.__setattr__(text, name, value)
     return config
+
+
+def register_config(model: Path) -> None:
+    """Have transformers read the configuration in a folder whose type it does not know, as the code
+    that such a model is published with does."""
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+    kind = json.loads((model / "config.json").read_text())["model_type"]
+    if kind not in CONFIG_MAPPING:
+        AutoConfig.register(kind, type("ReadConfig", (PretrainedConfig,), {"model_type": kind}))
 
 
 def text_config(args: argparse.Namespace) -> dict[str, Any]:

@@ -389,6 +389,18 @@ def test_a_model_is_cut_to_layers_heads_and_experts(
         assert linear["num_heads"] == 8
 
 
+def test_a_configuration_of_an_unknown_type_is_read(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    kind = "published_with_its_own_code"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "layer_group_size": 4}))
+    with pytest.raises(ValueError, match=kind):
+        AutoConfig.from_pretrained(tmp_path)
+    serve_model.register_config(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).layer_group_size == 4
+    serve_model.register_config(tmp_path)
+
+
 @pytest.mark.parametrize("command", ["pair", "run"])
 def test_a_draft_layer_without_drafts_is_refused(
     command: str,
