@@ -36,6 +36,7 @@ def bind(row: Row, spec: QuantisedSpec, target: Target) -> Attend:
             lse_ptr=lse,
             q_scale_ptr=x.q_scale,
             k_scale_ptr=x.k_scale,
+            order_ptr=x.order,
             v_scale_ptr=x.v_scale,
             v_offset_ptr=x.v_offset,
             shift_ptr=x.shift,
@@ -48,7 +49,7 @@ def bind(row: Row, spec: QuantisedSpec, target: Target) -> Attend:
             mask_aux_ptr=plan.cols if plan.mask_aux is None else plan.mask_aux,
             softmax_scale=float(scale),
             q_len=x.q.shape[2],
-            kv_len=x.k.shape[2],
+            kv_len=x.length,
             key_blocks=x.k_scale.shape[2],
         )
 

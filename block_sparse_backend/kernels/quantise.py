@@ -211,11 +211,28 @@ def store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS
 
 
 @triton.jit
+def _places(top, m_n, BLOCK: tl.constexpr):
+    """The place of each key of a block whose keys are sorted by their largest magnitude ``top``,
+    keys that are not there behind them; and which quarter of the sorted keys it is in: [BLOCK, 4].
+
+    Keys of a quarter share a scale. They take the places that one thread holds of an accumulator.
+    """
+    o_b = tl.arange(0, BLOCK)
+    key = tl.where(m_n, top, float("inf"))
+    before = key[None, :] < key[:, None]
+    before |= (key[None, :] == key[:, None]) & (o_b[None, :] < o_b[:, None])
+    rank = tl.sum(before.to(tl.int32), 1)
+    quarter, w = rank // (BLOCK // 4), rank % (BLOCK // 4)
+    return 8 * (w // 2) + 2 * quarter + w % 2, quarter[:, None] == tl.arange(0, 4)[None, :]
+
+
+@triton.jit
 def quantise_keys_kernel(
     k_ptr,
     k_mean_ptr,
     out_ptr,
     scale_ptr,
+    order_ptr,
     sums_ptr,
     likeness_ptr,
     spans_ptr,
@@ -231,8 +248,9 @@ def quantise_keys_kernel(
     HAS_POOL: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
 ):
-    """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 4 BLOCK / SPAN + 1], the last the largest;
-    and where HAS_POOL the sums [B, Hkv, blocks, D] of a block's smoothed keys and their likeness
+    """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 4 BLOCK / SPAN]; where there is an order,
+    int16 [B, Hkv, blocks, BLOCK], the keys of a block are sorted, it has the token of a block in
+    each place, and out is [B, Hkv, blocks * BLOCK, D], 0 beyond the end; and where HAS_POOL the sums [B, Hkv, blocks, D] of a block's smoothed keys and their likeness
     [B, Hkv, blocks]."""
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     first, count, sequence = _span(spans_ptr, i_n, length, BLOCK)
@@ -248,15 +266,24 @@ def quantise_keys_kernel(
         count = count.to(tl.float32)
         store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS)
     spans: tl.constexpr = BLOCK // SPAN
-    top = tl.reshape(tl.max(tl.abs(b_k), 1), (spans, SPAN // 8, 4, 2))
-    groups = tl.maximum(tl.max(tl.max(top, 3), 1) / LEVELS, TINY)
-    o_g = tl.reshape(tl.arange(0, 4 * spans), (spans, 4))
-    tl.store(scale_ptr + block * (4 * spans + 1) + o_g, groups)
-    tl.store(scale_ptr + block * (4 * spans + 1) + 4 * spans, tl.max(groups))
-    scale = tl.broadcast_to(groups[:, None, :, None], (spans, SPAN // 8, 4, 2))
-    b_k = b_k * (1.0 / tl.reshape(scale, (BLOCK,)))[:, None]
-    at = out_ptr + (i_bh.to(tl.int64) * length + first + o_b)[:, None] * D + o_d[None, :]
-    tl.store(at, _to_int8(b_k), mask=m_n[:, None])
+    top = tl.max(tl.abs(b_k), 1)
+    if order_ptr is not None:
+        place, of_group = _places(top, m_n, BLOCK)
+        groups = tl.maximum(tl.max(tl.where(of_group, top[:, None], 0.0), 0) / LEVELS, TINY)
+        tl.store(scale_ptr + block * 4 + tl.arange(0, 4), groups)
+        tl.store(order_ptr + block * BLOCK + place, o_b.to(tl.int16))
+        scale = tl.sum(tl.where(of_group, groups[None, :], 0.0), 1)
+        at = out_ptr + (block * BLOCK + place)[:, None] * D + o_d[None, :]
+        tl.store(at, _to_int8(b_k * (1.0 / scale)[:, None]))
+    else:
+        top = tl.reshape(top, (spans, SPAN // 8, 4, 2))
+        groups = tl.maximum(tl.max(tl.max(top, 3), 1) / LEVELS, TINY)
+        o_g = tl.reshape(tl.arange(0, 4 * spans), (spans, 4))
+        tl.store(scale_ptr + block * (4 * spans) + o_g, groups)
+        scale = tl.broadcast_to(groups[:, None, :, None], (spans, SPAN // 8, 4, 2))
+        b_k = b_k * (1.0 / tl.reshape(scale, (BLOCK,)))[:, None]
+        at = out_ptr + (i_bh.to(tl.int64) * length + first + o_b)[:, None] * D + o_d[None, :]
+        tl.store(at, _to_int8(b_k), mask=m_n[:, None])
 
 
 @triton.jit
@@ -337,6 +364,7 @@ def _to_e4m3(b_x):
 @triton.jit
 def quantise_values_kernel(
     v_ptr,
+    order_ptr,
     inverse_ptr,
     mean_ptr,
     out_ptr,
@@ -352,15 +380,16 @@ def quantise_values_kernel(
 ):
     """out e4m3 [B, Hkv, D, blocks * BLOCK], 0 beyond the end; sums [B, Hkv, blocks, D] of it.
 
-    Tokens are permuted within 16, place 4 t + 2 h + b holding token 8 h + 2 t + b: then the fp8
-    operand of P v takes the accumulator of q k^T as the registers lie.
+    Tokens come in the order of keys and are permuted within 16, place 4 t + 2 h + b holding that of
+    key 8 h + 2 t + b: then the fp8 operand of P v takes the accumulator of q k^T as the registers lie.
     """
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     place = tl.arange(0, BLOCK)
     r = place % 16
-    o_n = i_n * BLOCK + place - r + 8 * (r // 2 % 2) + 2 * (r // 4) + r % 2
-    m_n = o_n < length
+    o_n = place - r + 8 * (r // 2 % 2) + 2 * (r // 4) + r % 2
     row = i_bh.to(tl.int64)
+    o_n = i_n * BLOCK + tl.load(order_ptr + (row * blocks + i_n) * BLOCK + o_n).to(tl.int32)
+    m_n = o_n < length
     for first in tl.static_range(0, D, 64):  # as many channels as registers hold
         o_d = first + tl.arange(0, 64)
         x_ptr = v_ptr + first

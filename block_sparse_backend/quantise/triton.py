@@ -32,8 +32,9 @@ def _prepare(
     n, has_shift = k.shape[2], key_blocks is None
     tiles, rows = -(-m // block_m), b * hk
     blocks = -(-n // block_n) if key_blocks is None else len(key_blocks)
-    shape_q, shape_k, span = (b, h, m, d), (b, hk, n, d), mode.span(block_n)
-    k_scales = (b, hk, blocks, 4 * (block_n // span) + 1)
+    shape_q, span = (b, h, m, d), mode.span(block_n)
+    shape_k = (b, hk, blocks * block_n if mode.fp8_values else n, d)
+    k_scales = (b, hk, blocks, 4 * (block_n // span))
     pools = {"HAS_POOL": spec.has_pool, "HAS_LIKENESS": spec.has_likeness}
     sizes = {"HEADS": hk, "D": d, "BLOCK": block_n}
     of_keys = prepared(kernels.quantise_keys_kernel, 8, "k", SPAN=span, **sizes, **pools).launch
@@ -49,6 +50,9 @@ def _prepare(
     ) -> tuple[Quantised, Pooled | None]:
         k_mean = mean_of(k, plan)
         k8, k_scale = int8(shape_k), fp32(k_scales)
+        order = None
+        if mode.fp8_values:
+            order = k.new_empty((b, hk, blocks, block_n), dtype=torch.int16)
         q8, q_scale = int8(shape_q), fp32((b, h, m))
         shift = fp32((b, h, m)) if has_shift else None
         pooled = None
@@ -65,6 +69,7 @@ def _prepare(
             k_mean_ptr=k_mean,
             out_ptr=k8,
             scale_ptr=k_scale,
+            order_ptr=order,
             sums_ptr=k_sums,
             likeness_ptr=k_likeness,
             spans_ptr=None if plan is None else plan.key_blocks,
@@ -84,15 +89,17 @@ def _prepare(
             length=m,
             blocks=tiles,
         )
-        v8, v_scale, offset = (v, None, None) if finish is None else finish(v)
+        v8, v_scale, offset = (v, None, None) if finish is None or order is None else finish(v, order)
         scales = (q_scale, k_scale, v_scale)
-        x = Quantised(mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n)
+        x = Quantised(mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n, n, order)
         return x, pooled
 
     return run
 
 
-def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _bind_values(
+    v: Tensor, block_n: int
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """A function that rounds such values to e4m3, in the order of ``quantise_values_kernel``; it
     returns them, their scale and the offset of the output."""
     b, h, n, d = v.shape
@@ -105,7 +112,7 @@ def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Te
     fp32 = functools.partial(torch.empty, dtype=torch.float32, device=v.device)
     fp8 = functools.partial(torch.empty, dtype=torch.float8_e4m3fn, device=v.device)
 
-    def finish(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(v: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, scale, inverse, offset = (fp32((b, h, d)) for _ in range(4))
         grid = (rows, 1, 1)
         scales_of(
@@ -121,6 +128,7 @@ def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Te
         rounded(
             (blocks * rows, 1, 1),
             v_ptr=v,
+            order_ptr=order,
             inverse_ptr=inverse,
             mean_ptr=mean,
             out_ptr=v8,
