@@ -24,7 +24,7 @@ def _weights(b_s, units, high, factor, P_LOG2: tl.constexpr, IS_PARTIAL: tl.cons
     An integer is exact and rounded once, in the multiply-add that subtracts the row's largest.
     """
     top = tl.max(tl.max(b_s, 4), 2)
-    new = tl.maximum(high, tl.max(tl.max(top * units[None], 2), 1))
+    new = tl.maximum(high, tl.max(tl.max(top * units[None], 1), 1))
     shift = new
     if IS_PARTIAL:  # a row may have seen nothing yet
         shift = tl.where(new == -float("inf"), 0.0, new)
@@ -33,6 +33,13 @@ def _weights(b_s, units, high, factor, P_LOG2: tl.constexpr, IS_PARTIAL: tl.cons
     down = shift * factor - P_LOG2
     b_e = b_s * slope[:, :, None, :, None] - down[:, None, None, None, None]
     return tl.exp2(b_e), alpha, new
+
+
+@triton.jit
+def _partial_sums(b_p):
+    """Sums [rows, 4] of weights [rows, spans, keys / 8, 4, 2] over what a thread holds of a row: the
+    threads' sums are added once, at the end."""
+    return tl.sum(tl.sum(tl.sum(b_p, 4), 2), 1)
 
 
 @triton.jit
@@ -104,8 +111,8 @@ def _walk(
         units = tl.load(of_block + tl.reshape(tl.arange(0, 4 * spans), (spans, 4)))
         b_s = tl.reshape(b_s, (rows, spans, BLOCK_N // (8 * spans), 4, 2))
         b_p, alpha, high = _weights(b_s, units, high, factor, P_LOG2, IS_PARTIAL)
+        total = total * alpha[:, None] + _partial_sums(b_p)
         b_p = tl.reshape(b_p, (rows, BLOCK_N))
-        total = total * alpha + tl.sum(b_p, 1)
         at = (batch, kv_head, k_begin + start)
         acc = values(acc * alpha[:, None], b_p, v_desc, at, inside, IS_PARTIAL)
     return acc, high, total
@@ -182,7 +189,7 @@ def block_sparse_int8_kernel(
     hooks: tl.constexpr = (values, mask)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, 4], tl.float32)
     for IS_PARTIAL in tl.static_range(2 if HAS_PARTIAL else 1):
         acc, high, total = _walk(
             (acc, high, total),
@@ -199,6 +206,7 @@ def block_sparse_int8_kernel(
             SPAN=SPAN,
             STAGES=1 if IS_PARTIAL else STAGES,
         )
+    total = tl.sum(total, 1)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     if lse_ptr is not None:
