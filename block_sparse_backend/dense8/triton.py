@@ -76,7 +76,6 @@ def attention_kernel(params: TritonParams, spec: QuantisedSpec) -> KernelLaunch:
         "BLOCK_N": spec.block_n,
         "SPAN": mode.span(spec.block_n),
         "STAGES": params.num_stages,
-        "HAS_PARTIAL": spec.has_partial,
         "P_LOG2": math.log2(E4M3_MAX) if mode.fp8_values else 0.0,
         "values": kernels.e4m3_values if mode.fp8_values else kernels.half_values,
         "mask": spec.mask.kernel,

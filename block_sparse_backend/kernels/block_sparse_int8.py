@@ -13,26 +13,35 @@ import triton
 import triton.language as tl
 
 LN_2 = tl.constexpr(0.6931471805599453)
+LARGEST_PRODUCT = tl.constexpr(127.0 * 127.0)  # of an int8 and an int8
+LARGEST_LOGIT = tl.constexpr(16384.0)  # to base 2, of which fp32 knows 1/500
 
 
 @triton.jit
-def _weights(b_s, units, high, factor, P_LOG2: tl.constexpr, IS_PARTIAL: tl.constexpr):
+def _weights(b_s, units, high, factor, P_LOG2: tl.constexpr, IS_CAREFUL: tl.constexpr):
     """exp2 of the logits of q8 k8^T below the row's largest so far, that one, and what scales the
     sums before.
 
     b_s [rows, spans, keys / 8, 4, 2] are integers in fp32; units [spans, 4] are the scales of keys.
-    An integer is exact and rounded once, in the multiply-add that subtracts the row's largest.
+    One multiply-add subtracts the row's largest, which is rounded as fp32 rounds it. Where IS_CAREFUL
+    the difference to the group's largest is made first, exactly, for logits of any size.
     """
     top = tl.max(tl.max(b_s, 4), 2)
     new = tl.maximum(high, tl.max(tl.max(top * units[None], 1), 1))
-    shift = new
-    if IS_PARTIAL:  # a row may have seen nothing yet
-        shift = tl.where(new == -float("inf"), 0.0, new)
-    alpha = tl.exp2((high - shift) * factor)
     slope = factor[:, None, None] * units[None]
-    down = shift * factor - P_LOG2
-    b_e = b_s * slope[:, :, None, :, None] - down[:, None, None, None, None]
-    return tl.exp2(b_e), alpha, new
+    if IS_CAREFUL:
+        shift = tl.where(new == -float("inf"), 0.0, new)  # a row may have seen nothing yet
+        top = tl.where(top == -float("inf"), 0.0, top)
+        up = (top * units[None] - shift[:, None, None]) * factor[:, None, None]
+        # a fused multiply-add makes the largest logit exceed its own rounded value
+        up = tl.minimum(up, 0.0) + P_LOG2
+        b_e = b_s - top[:, :, None, :, None]
+        b_e = b_e * slope[:, :, None, :, None] + up[:, :, None, :, None]
+    else:
+        shift = new
+        down = shift * factor - P_LOG2
+        b_e = b_s * slope[:, :, None, :, None] - down[:, None, None, None, None]
+    return tl.exp2(b_e), tl.exp2((high - shift) * factor), new
 
 
 @triton.jit
@@ -76,14 +85,17 @@ def _walk(
     plan,
     hooks: tl.constexpr,
     P_LOG2: tl.constexpr,
-    IS_PARTIAL: tl.constexpr,
+    IS_CAREFUL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add one run of the row's blocks to (acc, high, total); ``high`` is before ``factor``."""
+    """Add one run of the row's blocks to (acc, high, total); ``high`` is before ``factor``.
+
+    IS_CAREFUL: blocks from ``full_end`` on are PARTIAL, and logits have any size.
+    """
     acc, high, total = state
-    begin, end = row
+    begin, end, full_end = row
     batch, kv_head, k_begin, kv_len, q_pos = place
     factor, k_scale_ptr, first_block = scales
     k_desc, v_desc = sources
@@ -96,26 +108,42 @@ def _walk(
         col = tl.load(cols_ptr + j)
         start = col * BLOCK_N
         o_n = tl.arange(0, BLOCK_N)
-        if IS_PARTIAL:
+        if IS_CAREFUL:
             if order_ptr is not None:
                 o_n = tl.load(order_ptr + (first_block + col) * BLOCK_N + o_n).to(tl.int32)
         k_pos = start + o_n
         b_k = tl.reshape(k_desc.load([batch, kv_head, k_begin + start, 0]), (BLOCK_N, b_q.shape[1]))
         b_s = tl.dot(b_q, b_k.T, out_dtype=tl.int32).to(tl.float32)
         inside = k_pos < kv_len
-        if IS_PARTIAL:
-            seen = mask(q_pos, k_pos[None, :], col, mask_aux_ptr)
-            b_s = tl.where(seen & inside[None, :], b_s, -float("inf"))
+        if IS_CAREFUL:
+            seen = mask(q_pos, k_pos[None, :], col, mask_aux_ptr) & inside[None, :]
+            b_s = tl.where(seen | (j < full_end), b_s, -float("inf"))
         # the columns that a thread holds share a scale within a span
         of_block = k_scale_ptr + (first_block + col) * (4 * spans)
         units = tl.load(of_block + tl.reshape(tl.arange(0, 4 * spans), (spans, 4)))
         b_s = tl.reshape(b_s, (rows, spans, BLOCK_N // (8 * spans), 4, 2))
-        b_p, alpha, high = _weights(b_s, units, high, factor, P_LOG2, IS_PARTIAL)
+        b_p, alpha, high = _weights(b_s, units, high, factor, P_LOG2, IS_CAREFUL)
         total = total * alpha[:, None] + _partial_sums(b_p)
         b_p = tl.reshape(b_p, (rows, BLOCK_N))
         at = (batch, kv_head, k_begin + start)
-        acc = values(acc * alpha[:, None], b_p, v_desc, at, inside, IS_PARTIAL)
+        acc = values(acc * alpha[:, None], b_p, v_desc, at, inside, IS_CAREFUL)
     return acc, high, total
+
+
+@triton.jit
+def _has_large_logits(
+    scales, kv_len, D: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr
+):
+    """Whether logits of the tile may be beyond what one multiply-add resolves."""
+    factor, k_scale_ptr, first_block = scales
+    per_block: tl.constexpr = 4 * (BLOCK_N // SPAN)
+    count = tl.cdiv(kv_len, BLOCK_N) * per_block
+    largest = tl.zeros([1024], tl.float32)
+    for start in range(0, count, 1024):
+        o_g = start + tl.arange(0, 1024)
+        units = tl.load(k_scale_ptr + first_block * per_block + o_g, mask=o_g < count, other=0.0)
+        largest = tl.maximum(largest, units)
+    return tl.max(factor) * tl.max(largest) * (LARGEST_PRODUCT * D) > LARGEST_LOGIT
 
 
 # One key, folded as a constant, left rows of NaN on Hopper with e4m3 values (Triton 3.6).
@@ -152,7 +180,6 @@ def block_sparse_int8_kernel(
     BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
     STAGES: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr,
     P_LOG2: tl.constexpr,
     values: tl.constexpr,
     mask: tl.constexpr,
@@ -190,21 +217,25 @@ def block_sparse_int8_kernel(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M, 4], tl.float32)
-    for IS_PARTIAL in tl.static_range(2 if HAS_PARTIAL else 1):
+    if _has_large_logits(scales, kv_len, D, BLOCK_N, SPAN):
+        fast_end = begin
+    else:
+        fast_end = full_end
+    for IS_CAREFUL in tl.static_range(2):
         acc, high, total = _walk(
             (acc, high, total),
             b_q,
-            (full_end, end) if IS_PARTIAL else (begin, full_end),
+            (fast_end, end, full_end) if IS_CAREFUL else (begin, fast_end, full_end),
             place,
             scales,
             (k_desc, v_desc),
             (cols_ptr, order_ptr, mask_aux_ptr),
             hooks=hooks,
             P_LOG2=P_LOG2,
-            IS_PARTIAL=IS_PARTIAL,
+            IS_CAREFUL=IS_CAREFUL,
             BLOCK_N=BLOCK_N,
             SPAN=SPAN,
-            STAGES=1 if IS_PARTIAL else STAGES,
+            STAGES=1 if IS_CAREFUL else STAGES,
         )
     total = tl.sum(total, 1)
     empty = total == 0.0

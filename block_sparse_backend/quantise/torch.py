@@ -77,7 +77,7 @@ def _sorted(k: Tensor, block_n: int) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(k, (0, 0, 0, -n % block_n))
     top = padded.abs().amax(3)
     top[:, :, n:] = torch.inf
-    by_rank = top.unflatten(2, (-1, block_n)).argsort(3, stable=True)
+    by_rank = top.unflatten(2, (-1, block_n)).argsort(dim=3, stable=True)
     rank = torch.arange(block_n, device=k.device)
     quarter, w = rank // (block_n // 4), rank % (block_n // 4)
     place = 8 * (w // 2) + 2 * quarter + w % 2
@@ -157,7 +157,7 @@ def dequantised(x: Quantised, plan: BlockPlan | None = None) -> tuple[Tensor, Te
     k = x.k.float() * x.k_scale.flatten(2)[:, :, groups, None]
     v = x.v.float()
     if x.v_scale is not None and x.v_offset is not None and x.order is not None:
-        back = torch.argsort(_tokens(x.order), 2)[:, :, :n, None]
+        back = torch.argsort(_tokens(x.order), dim=2)[:, :, :n, None]
         k = k.gather(2, back.expand(-1, -1, -1, k.shape[3]))
         place = permuted_tokens(v.shape[3], v.device)
         v = v.transpose(2, 3)[:, :, torch.argsort(place)]
