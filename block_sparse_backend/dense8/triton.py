@@ -36,6 +36,8 @@ def bind(row: Row, spec: QuantisedSpec, target: Target) -> Attend:
             lse_ptr=lse,
             q_scale_ptr=x.q_scale,
             k_scale_ptr=x.k_scale,
+            q_top_ptr=x.q_top,
+            k_top_ptr=x.k_top,
             order_ptr=x.order,
             v_scale_ptr=x.v_scale,
             v_offset_ptr=x.v_offset,

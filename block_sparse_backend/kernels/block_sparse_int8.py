@@ -14,7 +14,7 @@ import triton.language as tl
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LARGEST_PRODUCT = tl.constexpr(127.0 * 127.0)  # of an int8 and an int8
-LARGEST_LOGIT = tl.constexpr(16384.0)  # to base 2, of which fp32 knows 1/500
+LARGEST_LOGIT = tl.constexpr(22713.0)  # 2^15 to base 2, where fp32 counts in 1/256
 
 
 @triton.jit
@@ -130,22 +130,6 @@ def _walk(
     return acc, high, total
 
 
-@triton.jit
-def _has_large_logits(
-    scales, kv_len, D: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr
-):
-    """Whether logits of the tile may be beyond what one multiply-add resolves."""
-    factor, k_scale_ptr, first_block = scales
-    per_block: tl.constexpr = 4 * (BLOCK_N // SPAN)
-    count = tl.cdiv(kv_len, BLOCK_N) * per_block
-    largest = tl.zeros([1024], tl.float32)
-    for start in range(0, count, 1024):
-        o_g = start + tl.arange(0, 1024)
-        units = tl.load(k_scale_ptr + first_block * per_block + o_g, mask=o_g < count, other=0.0)
-        largest = tl.maximum(largest, units)
-    return tl.max(factor) * tl.max(largest) * (LARGEST_PRODUCT * D) > LARGEST_LOGIT
-
-
 # One key, folded as a constant, left rows of NaN on Hopper with e4m3 values (Triton 3.6).
 @triton.jit(do_not_specialize=["kv_len"])
 def block_sparse_int8_kernel(
@@ -156,6 +140,8 @@ def block_sparse_int8_kernel(
     lse_ptr,
     q_scale_ptr,
     k_scale_ptr,
+    q_top_ptr,
+    k_top_ptr,
     order_ptr,
     v_scale_ptr,
     v_offset_ptr,
@@ -185,7 +171,8 @@ def block_sparse_int8_kernel(
     mask: tl.constexpr,
 ):
     """q_scale [B, H, M]; k_scale [B, Hkv, key_blocks, 4 BLOCK_N / SPAN]; order [B, Hkv, key_blocks,
-    BLOCK_N], absent where keys are in their own; v_scale and v_offset [B, Hkv, D], absent with 16-bit values; lse and shift [B, H, M].
+    BLOCK_N], absent where keys are in their own; q_top [B, H] and k_top [B, Hkv], of packed
+    sequences [S, Hkv], the largest scales; v_scale and v_offset [B, Hkv, D], absent with 16-bit values; lse and shift [B, H, M].
     ``sequences`` and ``first_blocks`` are those of a plan of packed sequences, else absent. P_LOG2:
     what P is scaled up by, log2(448) for e4m3 and 0 for 16 bits."""
     work = work_ptr + 4 * tl.program_id(0)
@@ -196,6 +183,7 @@ def block_sparse_int8_kernel(
     row = rows_ptr + 4 * i_r.to(tl.int64)
     begin, full_end, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     kv_head = head // GROUP
+    top_row = batch * (HEADS // GROUP) + kv_head
     first_block, q_begin, k_begin, q_position, last = 0, 0, 0, kv_len - q_len, q_len
     if sequences_ptr is not None:
         sequence = sequences_ptr + 6 * batch
@@ -217,9 +205,10 @@ def block_sparse_int8_kernel(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M, 4], tl.float32)
-    if _has_large_logits(scales, kv_len, D, BLOCK_N, SPAN):
-        fast_end = begin
-    else:
+    # bounds that follow from scalars in memory stay in uniform registers; others' loops would spill
+    largest = tl.load(q_top_ptr + q_row) * tl.load(k_top_ptr + top_row) * softmax_scale
+    fast_end = begin
+    if largest * (LARGEST_PRODUCT * D) <= LARGEST_LOGIT:
         fast_end = full_end
     for IS_CAREFUL in tl.static_range(2):
         acc, high, total = _walk(

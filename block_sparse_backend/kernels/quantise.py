@@ -110,10 +110,12 @@ def _sum_of_parts(sums_ptr, row, begin, end, parts, D: tl.constexpr, STEP: tl.co
 def mean_kernel(
     sums_ptr,
     mean_ptr,
+    tops_ptr,
     first_blocks_ptr,
     sequences_ptr,
     parts,
     length,
+    tops,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     STEP: tl.constexpr,
@@ -122,8 +124,13 @@ def mean_kernel(
 
     Of packed sequences sums are [H, parts, D], mean is [S, H, D], and those of sequence i are parts
     ``first_blocks[i]`` to ``first_blocks[i + 1]``. Grid: (rows of mean,).
+
+    tops [tops], if there are any, are set to 0 for the kernels that follow.
     """
     row = tl.program_id(0).to(tl.int64)
+    if tops_ptr is not None:
+        for i in range(tl.program_id(0), tops, tl.num_programs(0)):
+            tl.store(tops_ptr + i, 0.0)
     source, begin, end = row, 0, parts
     if first_blocks_ptr is not None:
         i_s = row // HEADS
@@ -232,6 +239,7 @@ def quantise_keys_kernel(
     k_mean_ptr,
     out_ptr,
     scale_ptr,
+    top_ptr,
     order_ptr,
     sums_ptr,
     likeness_ptr,
@@ -248,7 +256,8 @@ def quantise_keys_kernel(
     HAS_POOL: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
 ):
-    """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 4 BLOCK / SPAN]; where there is an order,
+    """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 4 BLOCK / SPAN]; top [B, Hkv], of packed
+    sequences [S, Hkv], 0 before and the largest scale after it; where there is an order,
     int16 [B, Hkv, blocks, BLOCK], the keys of a block are sorted, it has the token of a block in
     each place, and out is [B, Hkv, blocks * BLOCK, D], 0 beyond the end; and where HAS_POOL the sums [B, Hkv, blocks, D] of a block's smoothed keys and their likeness
     [B, Hkv, blocks]."""
@@ -267,6 +276,7 @@ def quantise_keys_kernel(
         store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS)
     spans: tl.constexpr = BLOCK // SPAN
     top = tl.max(tl.abs(b_k), 1)
+    tl.atomic_max(top_ptr + sequence * HEADS + i_bh, tl.max(top) / LEVELS, sem="relaxed")
     if order_ptr is not None:
         place, of_group = _places(top, m_n, BLOCK)
         groups = tl.maximum(tl.max(tl.where(of_group, top[:, None], 0.0), 0) / LEVELS, TINY)
@@ -292,6 +302,7 @@ def quantise_queries_kernel(
     k_mean_ptr,
     out_ptr,
     scale_ptr,
+    top_ptr,
     shift_ptr,
     sums_ptr,
     likeness_ptr,
@@ -308,7 +319,7 @@ def quantise_queries_kernel(
     HAS_POOL: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
 ):
-    """out int8 [B, H, M, D]; scale [B, H, M]; shift [B, H, M], what smooth keys took from a query's
+    """out int8 [B, H, M, D]; scale [B, H, M]; top [B, H], 0 before and the largest scale after it; shift [B, H, M], what smooth keys took from a query's
     logits: softmax_scale q . mean k; and where HAS_POOL the sums [B, H, blocks, D] of a tile's
     queries and their likeness [B, H, blocks]. No LSE is asked for where ``shift_ptr`` is ``None``.
 
@@ -319,6 +330,7 @@ def quantise_queries_kernel(
     row = i_bh.to(tl.int64) * length
     total, centre = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
     count = tl.minimum(length - i_m * BLOCK, BLOCK)
+    largest = 0.0
     for start in range(0, count, 16):
         o_m = i_m * BLOCK + start + tl.arange(0, 16)
         m_m = o_m < length
@@ -331,8 +343,10 @@ def quantise_queries_kernel(
             total, centre = add_to_pool(total, centre, b_q, HAS_LIKENESS)
         scale = tl.maximum(tl.max(tl.abs(b_q), 1) / LEVELS, TINY)
         tl.store(scale_ptr + row + o_m, scale, mask=m_m)
+        largest = tl.maximum(largest, tl.max(scale))
         at = out_ptr + (row + o_m)[:, None] * D + o_d[None, :]
         tl.store(at, _to_int8(b_q * (1.0 / scale)[:, None]), mask=m_m[:, None])
+    tl.atomic_max(top_ptr + i_bh, largest, sem="relaxed")
     if HAS_POOL:
         block = i_bh.to(tl.int64) * blocks + i_m
         count = count.to(tl.float32)

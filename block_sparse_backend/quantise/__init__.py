@@ -42,6 +42,8 @@ class Quantised:
         length: the number of keys, N.
         order: int16 [B, Hkv, ceil(N / block_n), block_n], of keys that are sorted within a block by
             their largest magnitude the token in each place; ``None`` where values stay as they are.
+        q_top: float32 [B * H], the largest scale of a head's queries; k_top: float32 [B * Hkv], of
+            packed sequences [S * Hkv], of keys.
     """
 
     mode: SageMode
@@ -57,6 +59,8 @@ class Quantised:
     block_n: int
     length: int
     order: Tensor | None
+    q_top: Tensor
+    k_top: Tensor
 
 
 Quantise: TypeAlias = Callable[

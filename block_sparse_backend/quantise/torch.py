@@ -63,7 +63,8 @@ def _quantise(
         v_offset = mean - v_scale * (v8.float().sum(3) / n)
     k_scale = k_scale.view(*k_scale.shape[:2], blocks, scales_of)
     scales = (q_scale, k_scale, v_scale)
-    x = Quantised(mode, q8, k8, v8, *scales, v_offset, shift, k_mean, block_n, n, order)
+    tops = q_scale.amax(2).flatten(), k_scale.amax((2, 3)).flatten()
+    x = Quantised(mode, q8, k8, v8, *scales, v_offset, shift, k_mean, block_n, n, order, *tops)
     return x, pool(q, k, (spec.block_m, block_n)) if spec.has_pool else None
 
 

@@ -48,8 +48,10 @@ def _prepare(
     def run(
         q: Tensor, k: Tensor, v: Tensor, scale: float, plan: BlockPlan | None
     ) -> tuple[Quantised, Pooled | None]:
-        k_mean = mean_of(k, plan)
+        tops = fp32(b * h + (b if plan is None else len(plan.sequences)) * hk)
+        k_mean = mean_of(k, plan, tops)
         k8, k_scale = int8(shape_k), fp32(k_scales)
+        q_top, k_top = tops[: b * h], tops[b * h :]
         order = None
         if mode.fp8_values:
             order = k.new_empty((b, hk, blocks, block_n), dtype=torch.int16)
@@ -69,6 +71,7 @@ def _prepare(
             k_mean_ptr=k_mean,
             out_ptr=k8,
             scale_ptr=k_scale,
+            top_ptr=k_top,
             order_ptr=order,
             sums_ptr=k_sums,
             likeness_ptr=k_likeness,
@@ -82,6 +85,7 @@ def _prepare(
             k_mean_ptr=k_mean,
             out_ptr=q8,
             scale_ptr=q_scale,
+            top_ptr=q_top,
             shift_ptr=shift,
             sums_ptr=q_sums,
             likeness_ptr=q_likeness,
@@ -91,7 +95,7 @@ def _prepare(
         )
         v8, v_scale, offset = (v, None, None) if finish is None or order is None else finish(v, order)
         scales = (q_scale, k_scale, v_scale)
-        x = Quantised(mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n, n, order)
+        x = Quantised(mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n, n, order, q_top, k_top)
         return x, pooled
 
     return run
@@ -145,14 +149,16 @@ def _bind_values(
 
 Of = Callable[[Tensor, BlockPlan | None], Tensor]
 """Takes a tensor like that which it was made for, and the plan of its packed sequences."""
+MeanOf = Callable[[Tensor, BlockPlan | None, Tensor | None], Tensor]
+"""As ``Of``, with floats that it sets to 0."""
 
 
 def column_mean(x: Tensor) -> Tensor:
     """Mean over the tokens of [B, H, L, D]: float32 [B, H, D]."""
-    return column_mean_of(x, None, 0)(x, None)
+    return column_mean_of(x, None, 0)(x, None, None)
 
 
-def column_mean_of(x: Tensor, key_blocks: Tensor | None, block: int) -> Of:
+def column_mean_of(x: Tensor, key_blocks: Tensor | None, block: int) -> MeanOf:
     """A function that computes the mean over the tokens of [B, H, L, D], float32 [B, H, D]; or of
     packed sequences, each of which has a mean of its keys, [S, H, D].
 
@@ -164,7 +170,7 @@ def column_mean_of(x: Tensor, key_blocks: Tensor | None, block: int) -> Of:
     launch = prepared(kernels.mean_kernel, 4, HEADS=h, D=d, STEP=32).launch
     device = x.device
 
-    def mean_of(x: Tensor, plan: BlockPlan | None) -> Tensor:
+    def mean_of(x: Tensor, plan: BlockPlan | None, tops: Tensor | None) -> Tensor:
         rows, first_blocks, sequences = b, None, None
         if plan is not None:
             first_blocks, sequences = plan.first_blocks, plan.sequences
@@ -174,10 +180,12 @@ def column_mean_of(x: Tensor, key_blocks: Tensor | None, block: int) -> Of:
             (rows * h, 1, 1),
             sums_ptr=partial(x, plan),
             mean_ptr=mean,
+            tops_ptr=tops,
             first_blocks_ptr=first_blocks,
             sequences_ptr=sequences,
             parts=parts,
             length=length,
+            tops=0 if tops is None else len(tops),
         )
         return mean
 
