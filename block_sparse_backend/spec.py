@@ -70,7 +70,7 @@ class SageMode:
     def span(self, block_n: int) -> int:
         """Keys of a block among which every fourth pair shares a scale; fewer make a call more
         accurate and slower."""
-        return block_n if self.fp8_values else min(32, block_n)
+        return min(64 if self.fp8_values else 32, block_n)
 
     def requires(self) -> frozenset[str]:
         """The features that a path must declare to serve the mode."""

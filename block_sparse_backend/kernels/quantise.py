@@ -218,19 +218,21 @@ def store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS
 
 
 @triton.jit
-def _places(top, m_n, BLOCK: tl.constexpr):
+def _places(top, m_n, BLOCK: tl.constexpr, SPAN: tl.constexpr):
     """The place of each key of a block whose keys are sorted by their largest magnitude ``top``,
-    keys that are not there behind them; and which quarter of the sorted keys it is in: [BLOCK, 4].
+    keys that are not there behind them; and the group of sorted keys that it is in, as
+    [BLOCK, 4 BLOCK / SPAN].
 
-    Keys of a quarter share a scale. They take the places that one thread holds of an accumulator.
+    Keys of a group share a scale. They take the places that one thread holds in a span.
     """
     o_b = tl.arange(0, BLOCK)
     key = tl.where(m_n, top, float("inf"))
     before = key[None, :] < key[:, None]
     before |= (key[None, :] == key[:, None]) & (o_b[None, :] < o_b[:, None])
     rank = tl.sum(before.to(tl.int32), 1)
-    quarter, w = rank // (BLOCK // 4), rank % (BLOCK // 4)
-    return 8 * (w // 2) + 2 * quarter + w % 2, quarter[:, None] == tl.arange(0, 4)[None, :]
+    group, w = rank // (SPAN // 4), rank % (SPAN // 4)
+    place = group // 4 * SPAN + 8 * (w // 2) + group % 4 * 2 + w % 2
+    return place, group[:, None] == tl.arange(0, 4 * (BLOCK // SPAN))[None, :]
 
 
 @triton.jit
@@ -278,9 +280,9 @@ def quantise_keys_kernel(
     top = tl.max(tl.abs(b_k), 1)
     tl.atomic_max(top_ptr + sequence * HEADS + i_bh, tl.max(top) / LEVELS, sem="relaxed")
     if order_ptr is not None:
-        place, of_group = _places(top, m_n, BLOCK)
+        place, of_group = _places(top, m_n, BLOCK, SPAN)
         groups = tl.maximum(tl.max(tl.where(of_group, top[:, None], 0.0), 0) / LEVELS, TINY)
-        tl.store(scale_ptr + block * 4 + tl.arange(0, 4), groups)
+        tl.store(scale_ptr + block * (4 * spans) + tl.arange(0, 4 * spans), groups)
         tl.store(order_ptr + block * BLOCK + place, o_b.to(tl.int16))
         scale = tl.sum(tl.where(of_group, groups[None, :], 0.0), 1)
         at = out_ptr + (block * BLOCK + place)[:, None] * D + o_d[None, :]

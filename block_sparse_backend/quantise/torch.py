@@ -48,7 +48,7 @@ def _quantise(
     q8, q_scale = _to_int8(q32, torch.arange(m, device=q.device), m)
     order = None
     if mode.fp8_values:
-        order, k32 = _sorted(k32, block_n)
+        order, k32 = _sorted(k32, block_n, mode.span(block_n))
     groups, (blocks, scales_of) = key_groups(k32, spec, plan)
     k8, k_scale = _to_int8(k32, groups, blocks * scales_of)
     v8, v_scale, v_offset = v, None, None
@@ -68,11 +68,11 @@ def _quantise(
     return x, pool(q, k, (spec.block_m, block_n)) if spec.has_pool else None
 
 
-def _sorted(k: Tensor, block_n: int) -> tuple[Tensor, Tensor]:
+def _sorted(k: Tensor, block_n: int, span: int) -> tuple[Tensor, Tensor]:
     """The token of a block in each place, int16 [B, Hkv, blocks, block_n], and the keys there.
 
-    Keys of a block are sorted by their largest magnitude, and each quarter of them takes the places
-    that share a scale.
+    Keys of a block are sorted by their largest magnitude, and as many as share a scale take the
+    places of one scale after another.
     """
     n = k.shape[2]
     padded = torch.nn.functional.pad(k, (0, 0, 0, -n % block_n))
@@ -80,8 +80,8 @@ def _sorted(k: Tensor, block_n: int) -> tuple[Tensor, Tensor]:
     top[:, :, n:] = torch.inf
     by_rank = top.unflatten(2, (-1, block_n)).argsort(dim=3, stable=True)
     rank = torch.arange(block_n, device=k.device)
-    quarter, w = rank // (block_n // 4), rank % (block_n // 4)
-    place = 8 * (w // 2) + 2 * quarter + w % 2
+    group, w = rank // (span // 4), rank % (span // 4)
+    place = group // 4 * span + 8 * (w // 2) + group % 4 * 2 + w % 2
     order = torch.empty_like(by_rank)
     order[..., place] = by_rank
     return order.to(torch.int16), padded.gather(2, _tokens(order)[..., None].expand_as(padded))

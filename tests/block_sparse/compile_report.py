@@ -131,7 +131,7 @@ def _int8(
         "D": 128,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "SPAN": block_n if is_fp8 else 32,
+        "SPAN": 64 if is_fp8 else 32,
         "STAGES": stages,
         "P_LOG2": math.log2(448.0) if is_fp8 else 0.0,
         "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
