@@ -23,8 +23,8 @@ def _weights(b_s, units, high, factor, P_LOG2: tl.constexpr, IS_CAREFUL: tl.cons
     sums before.
 
     b_s [rows, spans, keys / 8, 4, 2] are integers in fp32; units [spans, 4] are the scales of keys.
-    One multiply-add subtracts the row's largest, which is rounded as fp32 rounds it. Where IS_CAREFUL
-    the difference to the group's largest is made first, exactly, for logits of any size.
+    One multiply-add subtracts the row's largest logit, which fp32 has rounded. Where IS_CAREFUL the
+    difference to the group's largest is made first, exactly, for logits of any size.
     """
     top = tl.max(tl.max(b_s, 4), 2)
     new = tl.maximum(high, tl.max(tl.max(top * units[None], 1), 1))
@@ -46,8 +46,8 @@ def _weights(b_s, units, high, factor, P_LOG2: tl.constexpr, IS_CAREFUL: tl.cons
 
 @triton.jit
 def _partial_sums(b_p):
-    """Sums [rows, 4] of weights [rows, spans, keys / 8, 4, 2] over what a thread holds of a row: the
-    threads' sums are added once, at the end."""
+    """Sums [rows, 4] of weights [rows, spans, keys / 8, 4, 2] over what a thread holds of a row,
+    which are added once, at the end."""
     return tl.sum(tl.sum(tl.sum(b_p, 4), 2), 1)
 
 
@@ -108,7 +108,7 @@ def _walk(
         col = tl.load(cols_ptr + j)
         start = col * BLOCK_N
         o_n = tl.arange(0, BLOCK_N)
-        if IS_CAREFUL:
+        if IS_CAREFUL:  # noqa: SIM102  both are decided when the kernel is compiled
             if order_ptr is not None:
                 o_n = tl.load(order_ptr + (first_block + col) * BLOCK_N + o_n).to(tl.int32)
         k_pos = start + o_n
@@ -172,8 +172,8 @@ def block_sparse_int8_kernel(
 ):
     """q_scale [B, H, M]; k_scale [B, Hkv, key_blocks, 4 BLOCK_N / SPAN]; order [B, Hkv, key_blocks,
     BLOCK_N], absent where keys are in their own; q_top [B, H] and k_top [B, Hkv], of packed
-    sequences [S, Hkv], the largest scales; v_scale and v_offset [B, Hkv, D], absent with 16-bit values; lse and shift [B, H, M].
-    ``sequences`` and ``first_blocks`` are those of a plan of packed sequences, else absent. P_LOG2:
+    sequences [S, Hkv], the largest scales; v_scale and v_offset [B, Hkv, D], absent with 16-bit
+    values; lse and shift [B, H, M]. ``sequences`` and ``first_blocks`` are those of a plan of packed sequences, else absent. P_LOG2:
     what P is scaled up by, log2(448) for e4m3 and 0 for 16 bits."""
     work = work_ptr + 4 * tl.program_id(0)
     batch = tl.load(work)

@@ -261,8 +261,8 @@ def quantise_keys_kernel(
     """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 4 BLOCK / SPAN]; top [B, Hkv], of packed
     sequences [S, Hkv], 0 before and the largest scale after it; where there is an order,
     int16 [B, Hkv, blocks, BLOCK], the keys of a block are sorted, it has the token of a block in
-    each place, and out is [B, Hkv, blocks * BLOCK, D], 0 beyond the end; and where HAS_POOL the sums [B, Hkv, blocks, D] of a block's smoothed keys and their likeness
-    [B, Hkv, blocks]."""
+    each place, and out is [B, Hkv, blocks * BLOCK, D], 0 beyond the end; and where HAS_POOL the
+    sums [B, Hkv, blocks, D] of a block's smoothed keys and their likeness [B, Hkv, blocks]."""
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     first, count, sequence = _span(spans_ptr, i_n, length, BLOCK)
     o_b, o_d = tl.arange(0, BLOCK), tl.arange(0, D)
@@ -321,9 +321,10 @@ def quantise_queries_kernel(
     HAS_POOL: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
 ):
-    """out int8 [B, H, M, D]; scale [B, H, M]; top [B, H], 0 before and the largest scale after it; shift [B, H, M], what smooth keys took from a query's
-    logits: softmax_scale q . mean k; and where HAS_POOL the sums [B, H, blocks, D] of a tile's
-    queries and their likeness [B, H, blocks]. No LSE is asked for where ``shift_ptr`` is ``None``.
+    """out int8 [B, H, M, D]; scale [B, H, M]; top [B, H], 0 before and the largest scale after it;
+    shift [B, H, M], what smooth keys took from a query's logits: softmax_scale q . mean k; and
+    where HAS_POOL the sums [B, H, blocks, D] of a tile's queries and their likeness [B, H, blocks].
+    No LSE is asked for where ``shift_ptr`` is ``None``.
 
     A tile is walked in slices of 16 queries: a program of one warp needs no barrier.
     """
@@ -397,7 +398,7 @@ def quantise_values_kernel(
     """out e4m3 [B, Hkv, D, blocks * BLOCK], 0 beyond the end; sums [B, Hkv, blocks, D] of it.
 
     Tokens come in the order of keys and are permuted within 16, place 4 t + 2 h + b holding that of
-    key 8 h + 2 t + b: then the fp8 operand of P v takes the accumulator of q k^T as the registers lie.
+    key 8 h + 2 t + b: then the fp8 operand of P v takes the accumulator of q k^T as registers lie.
     """
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     place = tl.arange(0, BLOCK)

@@ -78,7 +78,7 @@ def _sorted(k: Tensor, block_n: int, span: int) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(k, (0, 0, 0, -n % block_n))
     top = padded.abs().amax(3)
     top[:, :, n:] = torch.inf
-    by_rank = top.unflatten(2, (-1, block_n)).argsort(dim=3, stable=True)
+    by_rank = top.view(*top.shape[:2], -1, block_n).argsort(dim=3, stable=True)
     rank = torch.arange(block_n, device=k.device)
     group, w = rank // (span // 4), rank % (span // 4)
     place = group // 4 * span + 8 * (w // 2) + group % 4 * 2 + w % 2

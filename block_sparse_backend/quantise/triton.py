@@ -93,9 +93,13 @@ def _prepare(
             length=m,
             blocks=tiles,
         )
-        v8, v_scale, offset = (v, None, None) if finish is None or order is None else finish(v, order)
+        v8, v_scale, offset = (
+            (v, None, None) if finish is None or order is None else finish(v, order)
+        )
         scales = (q_scale, k_scale, v_scale)
-        x = Quantised(mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n, n, order, q_top, k_top)
+        x = Quantised(
+            mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n, n, order, q_top, k_top
+        )
         return x, pooled
 
     return run
