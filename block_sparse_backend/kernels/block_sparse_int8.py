@@ -173,8 +173,8 @@ def block_sparse_int8_kernel(
     """q_scale [B, H, M]; k_scale [B, Hkv, key_blocks, 4 BLOCK_N / SPAN]; order [B, Hkv, key_blocks,
     BLOCK_N], absent where keys are in their own; q_top [B, H] and k_top [B, Hkv], of packed
     sequences [S, Hkv], the largest scales; v_scale and v_offset [B, Hkv, D], absent with 16-bit
-    values; lse and shift [B, H, M]. ``sequences`` and ``first_blocks`` are those of a plan of packed sequences, else absent. P_LOG2:
-    what P is scaled up by, log2(448) for e4m3 and 0 for 16 bits."""
+    values; lse and shift [B, H, M]. ``sequences``, ``first_blocks`` are those of a plan of packed
+    sequences, else absent. P_LOG2: what P is scaled up by, log2(448) for e4m3, 0 for 16 bits."""
     work = work_ptr + 4 * tl.program_id(0)
     batch = tl.load(work)
     if batch < 0:
