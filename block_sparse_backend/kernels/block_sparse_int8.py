@@ -37,6 +37,7 @@ def _weights(b_s, units, high, factor, P_LOG2: tl.constexpr, IS_CAREFUL: tl.cons
         up = tl.minimum(up, 0.0) + P_LOG2
         b_e = b_s - top[:, :, None, :, None]
         b_e = b_e * slope[:, :, None, :, None] + up[:, :, None, :, None]
+        b_e = tl.where(b_s == -float("inf"), b_s, b_e)  # of keys that are 0 a slope may be 0
     else:
         shift = new
         down = shift * factor - P_LOG2
