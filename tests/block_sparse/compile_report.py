@@ -133,11 +133,10 @@ def _int8(
         "BLOCK_N": block_n,
         "SPAN": 64 if is_fp8 else 32,
         "STAGES": stages,
-        "HAS_PARTIAL": True,
         "P_LOG2": math.log2(448.0) if is_fp8 else 0.0,
         "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
         "mask": mask.kernel,
-        **({} if is_fp8 else {"v_scale_ptr": None, "v_offset_ptr": None}),
+        **({} if is_fp8 else {"v_scale_ptr": None, "v_offset_ptr": None, "order_ptr": None}),
         **(
             {"lse_ptr": None, "shift_ptr": None}
             if is_packed
@@ -151,6 +150,8 @@ def _int8(
         "v_desc": f"tensordesc<{values}>",
         "out_ptr": "*bf16",
     }
+    if is_fp8:
+        types["order_ptr"] = "*i16"
     options = {"num_warps": warps, "num_stages": stages}
     if arch == "sm90":
         options["maxnreg"] = 168
@@ -167,11 +168,12 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
     absent = {"first_blocks_ptr": None, "sequences_ptr": None}
     yield "column_stats", stats, half, heads | sizes | alone, four
     yield "mean", quantise.mean_kernel, {}, heads | absent | {"STEP": 32}, four
-    int8 = half | {"out_ptr": "*i8"}
+    int8 = half | {"out_ptr": "*i8", "order_ptr": "*i16"}
     for pool, likeness in ((False, False), (True, False), (True, True)):
         pooled = {"HAS_POOL": pool, "HAS_LIKENESS": likeness}
         suffix = (" and pool" if pool else "") + (" with likeness" if likeness else "")
-        keys = heads | pooled | alone | {"BLOCK": block_n, "SPAN": 64}
+        keys = heads | pooled | alone | {"BLOCK": block_n, "SPAN": 64 if is_fp8 else 32}
+        keys |= {} if is_fp8 else {"order_ptr": None}
         kernel = quantise.quantise_keys_kernel
         yield f"quantise_keys{suffix}", kernel, int8, keys, {"num_warps": 8}
         queries = heads | pooled | {"BLOCK": 64, "GROUP": 1}
@@ -182,7 +184,7 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
         kernel = quantise.value_scales_kernel
         yield "value_scales", kernel, {}, sizes | {"E4M3_MAX": 448.0}, four
         yield "value_offset", quantise.value_offset_kernel, {}, sizes, four
-        types = half | {"out_ptr": "*fp8e4nv"}
+        types = half | {"out_ptr": "*fp8e4nv", "order_ptr": "*i16"}
         sizes = {"BLOCK": block_n}
         yield (
             "quantise_values",
