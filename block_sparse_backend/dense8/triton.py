@@ -14,6 +14,7 @@ from block_sparse_backend.dense8 import Attend
 from block_sparse_backend.kernels import block_sparse_int8 as kernels
 from block_sparse_backend.launch_params import TritonParams
 from block_sparse_backend.launches import descriptor, options
+from block_sparse_backend.masks import everything
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.quantise import E4M3_MAX, Quantised
 from block_sparse_backend.spec import QuantisedSpec
@@ -82,5 +83,8 @@ def attention_kernel(params: TritonParams, spec: QuantisedSpec) -> KernelLaunch:
         "values": kernels.e4m3_values if mode.fp8_values else kernels.half_values,
         "mask": spec.mask.kernel,
     }
-    axes = {"out": "bhm."}
-    return KernelLaunch(kernels.block_sparse_int8_kernel, constexprs, options(params), axes=axes)
+    limit = params.max_registers
+    if params.max_registers_64 and mode.fp8_values and spec.dim == 64 and spec.mask is everything:
+        limit = params.max_registers_64
+    kernel, compiler = kernels.block_sparse_int8_kernel, options(params, limit)
+    return KernelLaunch(kernel, constexprs, compiler, axes={"out": "bhm."})

@@ -260,7 +260,7 @@ def quantise_keys_kernel(
 ):
     """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 4 BLOCK / SPAN]; top [B, Hkv], of packed
     sequences [S, Hkv], 0 before and the largest scale after it; where there is an order,
-    int16 [B, Hkv, blocks, BLOCK], the keys of a block are sorted, it has the token of a block in
+    int8 [B, Hkv, blocks, BLOCK], the keys of a block are sorted, it has the token of a block in
     each place, and out is [B, Hkv, blocks * BLOCK, D], 0 beyond the end; and where HAS_POOL the
     sums [B, Hkv, blocks, D] of a block's smoothed keys and their likeness [B, Hkv, blocks]."""
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
@@ -283,7 +283,7 @@ def quantise_keys_kernel(
         place, of_group = _places(top, m_n, BLOCK, SPAN)
         groups = tl.maximum(tl.max(tl.where(of_group, top[:, None], 0.0), 0) / LEVELS, TINY)
         tl.store(scale_ptr + block * (4 * spans) + tl.arange(0, 4 * spans), groups)
-        tl.store(order_ptr + block * BLOCK + place, o_b.to(tl.int16))
+        tl.store(order_ptr + block * BLOCK + place, o_b.to(tl.int8))
         scale = tl.sum(tl.where(of_group, groups[None, :], 0.0), 1)
         at = out_ptr + (block * BLOCK + place)[:, None] * D + o_d[None, :]
         tl.store(at, _to_int8(b_k * (1.0 / scale)[:, None]))

@@ -40,7 +40,7 @@ class Quantised:
         k_mean: float32 [B, Hkv, D], of packed sequences [S, Hkv, D].
         block_n: keys in a block.
         length: the number of keys, N.
-        order: int16 [B, Hkv, ceil(N / block_n), block_n], of keys that are sorted within a block by
+        order: int8 [B, Hkv, ceil(N / block_n), block_n], of keys that are sorted within a block by
             their largest magnitude the token in each place; ``None`` where values stay as they are.
         q_top: float32 [B * H], the largest scale of a head's queries; k_top: float32 [B * Hkv], of
             packed sequences [S * Hkv], of keys.

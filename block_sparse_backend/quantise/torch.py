@@ -69,7 +69,7 @@ def _quantise(
 
 
 def _sorted(k: Tensor, block_n: int, span: int) -> tuple[Tensor, Tensor]:
-    """The token of a block in each place, int16 [B, Hkv, blocks, block_n], and the keys there.
+    """The token of a block in each place, int8 [B, Hkv, blocks, block_n], and the keys there.
 
     Keys of a block are sorted by their largest magnitude, and as many as share a scale take the
     places of one scale after another.
@@ -84,7 +84,7 @@ def _sorted(k: Tensor, block_n: int, span: int) -> tuple[Tensor, Tensor]:
     place = group // 4 * span + 8 * (w // 2) + group % 4 * 2 + w % 2
     order = torch.empty_like(by_rank)
     order[..., place] = by_rank
-    return order.to(torch.int16), padded.gather(2, _tokens(order)[..., None].expand_as(padded))
+    return order.to(torch.int8), padded.gather(2, _tokens(order)[..., None].expand_as(padded))
 
 
 def _tokens(order: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def _prepare(
         q_top, k_top = tops[: b * h], tops[b * h :]
         order = None
         if mode.fp8_values:
-            order = k.new_empty((b, hk, blocks, block_n), dtype=torch.int16)
+            order = k.new_empty((b, hk, blocks, block_n), dtype=torch.int8)
         q8, q_scale = int8(shape_q), fp32((b, h, m))
         shift = fp32((b, h, m)) if has_shift else None
         pooled = None
