@@ -28,6 +28,8 @@ class TritonParams:
         num_warps, num_stages: of the kernel; ``num_stages`` blocks of keys are in flight.
         max_registers: of a thread, 0 for no limit; 168 let three programs of four warps share an
             SM, which mask hooks would otherwise exceed.
+        max_registers_64: the same of heads of 64 channels without a mask, whose values are in e4m3;
+            128 let four programs share an SM.
     """
 
     block_m: int
@@ -35,6 +37,7 @@ class TritonParams:
     num_warps: int
     num_stages: int
     max_registers: int = 0
+    max_registers_64: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n)):

@@ -23,9 +23,9 @@ def prepared(kernel: Any, num_warps: int, tokens: str = "", **constexprs: Any) -
     return KernelLaunch(kernel, constexprs, {"num_warps": num_warps}, axes=axes)
 
 
-def options(params: TritonParams) -> dict[str, object]:
-    """The compiler's options."""
-    limit = {"maxnreg": params.max_registers} if params.max_registers else {}
+def options(params: TritonParams, max_registers: int) -> dict[str, object]:
+    """The compiler's options; ``max_registers`` of a thread, 0 for no limit."""
+    limit = {"maxnreg": max_registers} if max_registers else {}
     return {"num_warps": params.num_warps, "num_stages": params.num_stages, **limit}
 
 

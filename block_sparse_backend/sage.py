@@ -109,15 +109,15 @@ def _prepare(
     check_quantised_plan(q, plan)
     check_quantised(q, v, plan.block_n)
     check_scale(scale)
-    spec = _spec_of(q, k, mode, (plan.block_m, plan.block_n), plan.has_partial, plan.mask)
+    spec = _spec_of(q, k, mode, (plan.block_m, plan.block_n), plan.mask)
     return _run_of(q, k, v, spec, len(plan.work), paths, None, None)
 
 
 def _spec_of(
-    q: Tensor, k: Tensor, mode: SageMode, blocks: tuple[int, int], has_partial: bool, mask: Mask
+    q: Tensor, k: Tensor, mode: SageMode, blocks: tuple[int, int], mask: Mask
 ) -> QuantisedSpec:
     heads = q.shape[1]
-    return QuantisedSpec(mode, heads, heads // k.shape[1], q.shape[3], *blocks, has_partial, mask)
+    return QuantisedSpec(mode, heads, heads // k.shape[1], q.shape[3], *blocks, mask)
 
 
 @once
@@ -198,7 +198,7 @@ def packed_attention(
         is_causal,
         paths,
     )
-    spec = _spec_of(q, k, PACKED_MODE, (block_m, block_n), plan.has_partial, plan.mask)
+    spec = _spec_of(q, k, PACKED_MODE, (block_m, block_n), plan.mask)
     run = _run_of(q, k, v, spec, len(plan.work), paths, None, plan.key_blocks)
     x, _ = run.quantise(q, k, v, scale, plan)
     run.attend(x, plan, scale, out, None)
@@ -268,7 +268,7 @@ def _prepared_prediction(
     check_prediction(q, k, *blocks)
     check_scale(scale)
     programs = q.shape[0] * q.shape[1] * -(-q.shape[2] // blocks[0])
-    spec = _spec_of(q, k, mode, blocks, kind.has_partial(k.shape[2], blocks[1]), kind.mask)
+    spec = _spec_of(q, k, mode, blocks, kind.mask)
     asked = PredictSpec.of(q, k, kind, blocks, is_centred=True)
     paths = paths_on(q.device, path, "predict", *_EIGHT_BIT)
     predict: PredictPath = paths.select("predict", asked, "q", q).run(programs)

@@ -78,7 +78,8 @@ class SageMode:
 
 
 class QuantisedSpec(NamedTuple):
-    """Attention in 8 bits; the attributes are those of `BlockSparseSpec`."""
+    """Attention in 8 bits; the attributes are those of `BlockSparseSpec`. Every kernel masks, in a
+    walk of its own, since logits of any size take that walk too."""
 
     mode: SageMode
     heads: int = 1
@@ -86,7 +87,6 @@ class QuantisedSpec(NamedTuple):
     dim: int = 128
     block_m: int = 128
     block_n: int = 128
-    has_partial: bool = False
     mask: masks.Mask = masks.everything
 
     def requires(self) -> frozenset[str]:

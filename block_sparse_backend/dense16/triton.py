@@ -63,4 +63,5 @@ def attention_kernel(params: TritonParams, spec: BlockSparseSpec) -> KernelLaunc
         "mask": spec.mask.kernel,
     }
     axes = {"out": "bhm.", "lse": "bh."}
-    return KernelLaunch(block_sparse_kernel, constexprs, options(params), axes=axes)
+    compiler = options(params, params.max_registers)
+    return KernelLaunch(block_sparse_kernel, constexprs, compiler, axes=axes)

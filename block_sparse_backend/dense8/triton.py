@@ -14,6 +14,7 @@ from block_sparse_backend.dense8 import Attend
 from block_sparse_backend.kernels import block_sparse_int8 as kernels
 from block_sparse_backend.launch_params import TritonParams
 from block_sparse_backend.launches import descriptor, options
+from block_sparse_backend.masks import everything
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.quantise import E4M3_MAX, Quantised
 from block_sparse_backend.spec import QuantisedSpec
@@ -36,6 +37,9 @@ def bind(row: Row, spec: QuantisedSpec, target: Target) -> Attend:
             lse_ptr=lse,
             q_scale_ptr=x.q_scale,
             k_scale_ptr=x.k_scale,
+            q_top_ptr=x.q_top,
+            k_top_ptr=x.k_top,
+            order_ptr=x.order,
             v_scale_ptr=x.v_scale,
             v_offset_ptr=x.v_offset,
             shift_ptr=x.shift,
@@ -48,7 +52,7 @@ def bind(row: Row, spec: QuantisedSpec, target: Target) -> Attend:
             mask_aux_ptr=plan.cols if plan.mask_aux is None else plan.mask_aux,
             softmax_scale=float(scale),
             q_len=x.q.shape[2],
-            kv_len=x.k.shape[2],
+            kv_len=x.length,
             key_blocks=x.k_scale.shape[2],
         )
 
@@ -75,10 +79,12 @@ def attention_kernel(params: TritonParams, spec: QuantisedSpec) -> KernelLaunch:
         "BLOCK_N": spec.block_n,
         "SPAN": mode.span(spec.block_n),
         "STAGES": params.num_stages,
-        "HAS_PARTIAL": spec.has_partial,
         "P_LOG2": math.log2(E4M3_MAX) if mode.fp8_values else 0.0,
         "values": kernels.e4m3_values if mode.fp8_values else kernels.half_values,
         "mask": spec.mask.kernel,
     }
-    axes = {"out": "bhm."}
-    return KernelLaunch(kernels.block_sparse_int8_kernel, constexprs, options(params), axes=axes)
+    limit = params.max_registers
+    if params.max_registers_64 and mode.fp8_values and spec.dim == 64 and spec.mask is everything:
+        limit = params.max_registers_64
+    kernel, compiler = kernels.block_sparse_int8_kernel, options(params, limit)
+    return KernelLaunch(kernel, constexprs, compiler, axes={"out": "bhm."})

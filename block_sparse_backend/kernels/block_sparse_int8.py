@@ -13,40 +13,43 @@ import triton
 import triton.language as tl
 
 LN_2 = tl.constexpr(0.6931471805599453)
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23, where fp32 counts in ones
-ROUNDER_BITS = tl.constexpr(0x4B400000)
-SMALL_UNIT = tl.constexpr(0.03125)  # of q8 k8^T, as a base-2 logit
+LARGEST_PRODUCT = tl.constexpr(127.0 * 127.0)  # of an int8 and an int8
+LARGEST_LOGIT = tl.constexpr(22713.0)  # 2^15 to base 2, where fp32 counts in 1/256
 
 
 @triton.jit
-def _weights(b_s, units, high, factor, is_small, P_LOG2: tl.constexpr, IS_PARTIAL: tl.constexpr):
+def _weights(b_s, units, high, factor, P_LOG2: tl.constexpr, IS_CAREFUL: tl.constexpr):
     """exp2 of the logits of q8 k8^T below the row's largest so far, that one, and what scales the
     sums before.
 
-    b_s [rows, spans, keys / 8, 4, 2] counts upwards from ``ROUNDER``; units [spans, 4] are the
-    scales of keys. With the ROUNDER within the product a logit is off by less than one unit of
-    q8 k8^T, which no weight shows while units are small. Else the difference to the group's largest
-    is made first, exactly.
+    b_s [rows, spans, keys / 8, 4, 2] are integers in fp32; units [spans, 4] are the scales of keys.
+    One multiply-add subtracts the row's largest logit, which fp32 has rounded. Where IS_CAREFUL the
+    difference to the group's largest is made first, exactly, for logits of any size.
     """
     top = tl.max(tl.max(b_s, 4), 2)
-    new = tl.maximum(high, tl.max(tl.max((top - ROUNDER) * units[None], 2), 1))
-    shift = new
-    if IS_PARTIAL:  # a row may have seen nothing yet
-        shift = tl.where(new == -float("inf"), 0.0, new)
-    alpha = tl.exp2((high - shift) * factor)
+    new = tl.maximum(high, tl.max(tl.max(top * units[None], 1), 1))
     slope = factor[:, None, None] * units[None]
-    if is_small:
-        down = (shift * factor - P_LOG2)[:, None, None] + ROUNDER * slope
-        b_e = b_s * slope[:, :, None, :, None] - down[:, :, None, :, None]
-    else:
-        if IS_PARTIAL:
-            top = tl.where(top == -float("inf"), ROUNDER, top)
-        up = ((top - ROUNDER) * units[None] - shift[:, None, None]) * factor[:, None, None]
+    if IS_CAREFUL:
+        shift = tl.where(new == -float("inf"), 0.0, new)  # a row may have seen nothing yet
+        top = tl.where(top == -float("inf"), 0.0, top)
+        up = (top * units[None] - shift[:, None, None]) * factor[:, None, None]
         # a fused multiply-add makes the largest logit exceed its own rounded value
         up = tl.minimum(up, 0.0) + P_LOG2
         b_e = b_s - top[:, :, None, :, None]
         b_e = b_e * slope[:, :, None, :, None] + up[:, :, None, :, None]
-    return tl.exp2(b_e), alpha, new
+        b_e = tl.where(b_s == -float("inf"), b_s, b_e)  # of keys that are 0 a slope may be 0
+    else:
+        shift = new
+        down = shift * factor - P_LOG2
+        b_e = b_s * slope[:, :, None, :, None] - down[:, None, None, None, None]
+    return tl.exp2(b_e), tl.exp2((high - shift) * factor), new
+
+
+@triton.jit
+def _partial_sums(b_p):
+    """Sums [rows, 4] of weights [rows, spans, keys / 8, 4, 2] over what a thread holds of a row,
+    which are added once, at the end."""
+    return tl.sum(tl.sum(tl.sum(b_p, 4), 2), 1)
 
 
 @triton.jit
@@ -83,18 +86,21 @@ def _walk(
     plan,
     hooks: tl.constexpr,
     P_LOG2: tl.constexpr,
-    IS_PARTIAL: tl.constexpr,
+    IS_CAREFUL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add one run of the row's blocks to (acc, high, total); ``high`` is before ``factor``."""
+    """Add one run of the row's blocks to (acc, high, total); ``high`` is before ``factor``.
+
+    IS_CAREFUL: blocks from ``full_end`` on are PARTIAL, and logits have any size.
+    """
     acc, high, total = state
-    begin, end = row
+    begin, end, full_end = row
     batch, kv_head, k_begin, kv_len, q_pos = place
-    factor, top_factor, k_scale_ptr, first_block = scales
+    factor, k_scale_ptr, first_block = scales
     k_desc, v_desc = sources
-    cols_ptr, mask_aux_ptr = plan
+    cols_ptr, order_ptr, mask_aux_ptr = plan
     values: tl.constexpr = hooks[0]
     mask: tl.constexpr = hooks[1]
     rows: tl.constexpr = b_q.shape[0]
@@ -102,25 +108,26 @@ def _walk(
     for j in tl.range(begin, end, num_stages=STAGES):
         col = tl.load(cols_ptr + j)
         start = col * BLOCK_N
-        k_pos = start + tl.arange(0, BLOCK_N)
+        o_n = tl.arange(0, BLOCK_N)
+        if IS_CAREFUL:  # noqa: SIM102  both are decided when the kernel is compiled
+            if order_ptr is not None:
+                o_n = tl.load(order_ptr + (first_block + col) * BLOCK_N + o_n).to(tl.int32)
+        k_pos = start + o_n
         b_k = tl.reshape(k_desc.load([batch, kv_head, k_begin + start, 0]), (BLOCK_N, b_q.shape[1]))
-        # 127^2 D is below 2^22: the bits of fp32 count as the integers do, without a conversion
-        b_s = tl.full([rows, BLOCK_N], ROUNDER_BITS, tl.int32)
-        b_s = tl.dot(b_q, b_k.T, b_s, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+        b_s = tl.dot(b_q, b_k.T, out_dtype=tl.int32).to(tl.float32)
         inside = k_pos < kv_len
-        if IS_PARTIAL:
-            seen = mask(q_pos, k_pos[None, :], col, mask_aux_ptr)
-            b_s = tl.where(seen & inside[None, :], b_s, -float("inf"))
+        if IS_CAREFUL:
+            seen = mask(q_pos, k_pos[None, :], col, mask_aux_ptr) & inside[None, :]
+            b_s = tl.where(seen | (j < full_end), b_s, -float("inf"))
         # the columns that a thread holds share a scale within a span
-        of_block = k_scale_ptr + (first_block + col) * (4 * spans + 1)
+        of_block = k_scale_ptr + (first_block + col) * (4 * spans)
         units = tl.load(of_block + tl.reshape(tl.arange(0, 4 * spans), (spans, 4)))
-        is_small = tl.load(of_block + 4 * spans) * top_factor < SMALL_UNIT
         b_s = tl.reshape(b_s, (rows, spans, BLOCK_N // (8 * spans), 4, 2))
-        b_p, alpha, high = _weights(b_s, units, high, factor, is_small, P_LOG2, IS_PARTIAL)
+        b_p, alpha, high = _weights(b_s, units, high, factor, P_LOG2, IS_CAREFUL)
+        total = total * alpha[:, None] + _partial_sums(b_p)
         b_p = tl.reshape(b_p, (rows, BLOCK_N))
-        total = total * alpha + tl.sum(b_p, 1)
         at = (batch, kv_head, k_begin + start)
-        acc = values(acc * alpha[:, None], b_p, v_desc, at, inside, IS_PARTIAL)
+        acc = values(acc * alpha[:, None], b_p, v_desc, at, inside, IS_CAREFUL)
     return acc, high, total
 
 
@@ -134,6 +141,9 @@ def block_sparse_int8_kernel(
     lse_ptr,
     q_scale_ptr,
     k_scale_ptr,
+    q_top_ptr,
+    k_top_ptr,
+    order_ptr,
     v_scale_ptr,
     v_offset_ptr,
     shift_ptr,
@@ -157,15 +167,15 @@ def block_sparse_int8_kernel(
     BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
     STAGES: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr,
     P_LOG2: tl.constexpr,
     values: tl.constexpr,
     mask: tl.constexpr,
 ):
-    """q_scale [B, H, M]; k_scale [B, Hkv, key_blocks, 4 BLOCK_N / SPAN + 1], the last the largest;
-    v_scale and v_offset [B, Hkv, D], absent with 16-bit values; lse and shift [B, H, M].
-    ``sequences`` and ``first_blocks`` are those of a plan of packed sequences, else absent. P_LOG2:
-    what P is scaled up by, log2(448) for e4m3 and 0 for 16 bits."""
+    """q_scale [B, H, M]; k_scale [B, Hkv, key_blocks, 4 BLOCK_N / SPAN]; order [B, Hkv, key_blocks,
+    BLOCK_N], absent where keys are in their own; q_top [B, H] and k_top [B, Hkv], of packed
+    sequences [S, Hkv], the largest scales; v_scale and v_offset [B, Hkv, D], absent with 16-bit
+    values; lse and shift [B, H, M]. ``sequences``, ``first_blocks`` are those of a plan of packed
+    sequences, else absent. P_LOG2: what P is scaled up by, log2(448) for e4m3, 0 for 16 bits."""
     work = work_ptr + 4 * tl.program_id(0)
     batch = tl.load(work)
     if batch < 0:
@@ -174,6 +184,7 @@ def block_sparse_int8_kernel(
     row = rows_ptr + 4 * i_r.to(tl.int64)
     begin, full_end, end = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     kv_head = head // GROUP
+    top_row = batch * (HEADS // GROUP) + kv_head
     first_block, q_begin, k_begin, q_position, last = 0, 0, 0, kv_len - q_len, q_len
     if sequences_ptr is not None:
         sequence = sequences_ptr + 6 * batch
@@ -190,27 +201,33 @@ def block_sparse_int8_kernel(
     factor = tl.full([BLOCK_M], 1.4426950408889634, tl.float32) * softmax_scale
     factor *= tl.load(q_scale_ptr + at_m, mask=m_m, other=0.0)
     place = (batch, kv_head, k_begin, kv_len, (o_m + q_position)[:, None])
-    scales = (factor, tl.max(factor), k_scale_ptr, kv_row * key_blocks + first_block)
+    scales = (factor, k_scale_ptr, kv_row * key_blocks + first_block)
     hooks: tl.constexpr = (values, mask)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for IS_PARTIAL in tl.static_range(2 if HAS_PARTIAL else 1):
+    total = tl.zeros([BLOCK_M, 4], tl.float32)
+    # bounds that follow from scalars in memory stay in uniform registers; others' loops would spill
+    largest = tl.load(q_top_ptr + q_row) * tl.load(k_top_ptr + top_row) * softmax_scale
+    fast_end = begin
+    if largest * (LARGEST_PRODUCT * D) <= LARGEST_LOGIT:
+        fast_end = full_end
+    for IS_CAREFUL in tl.static_range(2):
         acc, high, total = _walk(
             (acc, high, total),
             b_q,
-            (full_end, end) if IS_PARTIAL else (begin, full_end),
+            (fast_end, end, full_end) if IS_CAREFUL else (begin, fast_end, full_end),
             place,
             scales,
             (k_desc, v_desc),
-            (cols_ptr, mask_aux_ptr),
+            (cols_ptr, order_ptr, mask_aux_ptr),
             hooks=hooks,
             P_LOG2=P_LOG2,
-            IS_PARTIAL=IS_PARTIAL,
+            IS_CAREFUL=IS_CAREFUL,
             BLOCK_N=BLOCK_N,
             SPAN=SPAN,
-            STAGES=1 if IS_PARTIAL else STAGES,
+            STAGES=1 if IS_CAREFUL else STAGES,
         )
+    total = tl.sum(total, 1)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     if lse_ptr is not None:

@@ -110,10 +110,12 @@ def _sum_of_parts(sums_ptr, row, begin, end, parts, D: tl.constexpr, STEP: tl.co
 def mean_kernel(
     sums_ptr,
     mean_ptr,
+    tops_ptr,
     first_blocks_ptr,
     sequences_ptr,
     parts,
     length,
+    tops,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     STEP: tl.constexpr,
@@ -122,8 +124,13 @@ def mean_kernel(
 
     Of packed sequences sums are [H, parts, D], mean is [S, H, D], and those of sequence i are parts
     ``first_blocks[i]`` to ``first_blocks[i + 1]``. Grid: (rows of mean,).
+
+    tops [tops], if there are any, are set to 0 for the kernels that follow.
     """
     row = tl.program_id(0).to(tl.int64)
+    if tops_ptr is not None:
+        for i in range(tl.program_id(0), tops, tl.num_programs(0)):
+            tl.store(tops_ptr + i, 0.0)
     source, begin, end = row, 0, parts
     if first_blocks_ptr is not None:
         i_s = row // HEADS
@@ -211,11 +218,31 @@ def store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS
 
 
 @triton.jit
+def _places(top, m_n, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+    """The place of each key of a block whose keys are sorted by their largest magnitude ``top``,
+    keys that are not there behind them; and the group of sorted keys that it is in, as
+    [BLOCK, 4 BLOCK / SPAN].
+
+    Keys of a group share a scale. They take the places that one thread holds in a span.
+    """
+    o_b = tl.arange(0, BLOCK)
+    key = tl.where(m_n, top, float("inf"))
+    before = key[None, :] < key[:, None]
+    before |= (key[None, :] == key[:, None]) & (o_b[None, :] < o_b[:, None])
+    rank = tl.sum(before.to(tl.int32), 1)
+    group, w = rank // (SPAN // 4), rank % (SPAN // 4)
+    place = group // 4 * SPAN + 8 * (w // 2) + group % 4 * 2 + w % 2
+    return place, group[:, None] == tl.arange(0, 4 * (BLOCK // SPAN))[None, :]
+
+
+@triton.jit
 def quantise_keys_kernel(
     k_ptr,
     k_mean_ptr,
     out_ptr,
     scale_ptr,
+    top_ptr,
+    order_ptr,
     sums_ptr,
     likeness_ptr,
     spans_ptr,
@@ -231,9 +258,11 @@ def quantise_keys_kernel(
     HAS_POOL: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
 ):
-    """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 4 BLOCK / SPAN + 1], the last the largest;
-    and where HAS_POOL the sums [B, Hkv, blocks, D] of a block's smoothed keys and their likeness
-    [B, Hkv, blocks]."""
+    """out int8 [B, Hkv, N, D]; scale [B, Hkv, blocks, 4 BLOCK / SPAN]; top [B, Hkv], of packed
+    sequences [S, Hkv], 0 before and the largest scale after it; where there is an order,
+    int8 [B, Hkv, blocks, BLOCK], the keys of a block are sorted, it has the token of a block in
+    each place, and out is [B, Hkv, blocks * BLOCK, D], 0 beyond the end; and where HAS_POOL the
+    sums [B, Hkv, blocks, D] of a block's smoothed keys and their likeness [B, Hkv, blocks]."""
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     first, count, sequence = _span(spans_ptr, i_n, length, BLOCK)
     o_b, o_d = tl.arange(0, BLOCK), tl.arange(0, D)
@@ -248,15 +277,25 @@ def quantise_keys_kernel(
         count = count.to(tl.float32)
         store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS)
     spans: tl.constexpr = BLOCK // SPAN
-    top = tl.reshape(tl.max(tl.abs(b_k), 1), (spans, SPAN // 8, 4, 2))
-    groups = tl.maximum(tl.max(tl.max(top, 3), 1) / LEVELS, TINY)
-    o_g = tl.reshape(tl.arange(0, 4 * spans), (spans, 4))
-    tl.store(scale_ptr + block * (4 * spans + 1) + o_g, groups)
-    tl.store(scale_ptr + block * (4 * spans + 1) + 4 * spans, tl.max(groups))
-    scale = tl.broadcast_to(groups[:, None, :, None], (spans, SPAN // 8, 4, 2))
-    b_k = b_k * (1.0 / tl.reshape(scale, (BLOCK,)))[:, None]
-    at = out_ptr + (i_bh.to(tl.int64) * length + first + o_b)[:, None] * D + o_d[None, :]
-    tl.store(at, _to_int8(b_k), mask=m_n[:, None])
+    top = tl.max(tl.abs(b_k), 1)
+    tl.atomic_max(top_ptr + sequence * HEADS + i_bh, tl.max(top) / LEVELS, sem="relaxed")
+    if order_ptr is not None:
+        place, of_group = _places(top, m_n, BLOCK, SPAN)
+        groups = tl.maximum(tl.max(tl.where(of_group, top[:, None], 0.0), 0) / LEVELS, TINY)
+        tl.store(scale_ptr + block * (4 * spans) + tl.arange(0, 4 * spans), groups)
+        tl.store(order_ptr + block * BLOCK + place, o_b.to(tl.int8))
+        scale = tl.sum(tl.where(of_group, groups[None, :], 0.0), 1)
+        at = out_ptr + (block * BLOCK + place)[:, None] * D + o_d[None, :]
+        tl.store(at, _to_int8(b_k * (1.0 / scale)[:, None]))
+    else:
+        top = tl.reshape(top, (spans, SPAN // 8, 4, 2))
+        groups = tl.maximum(tl.max(tl.max(top, 3), 1) / LEVELS, TINY)
+        o_g = tl.reshape(tl.arange(0, 4 * spans), (spans, 4))
+        tl.store(scale_ptr + block * (4 * spans) + o_g, groups)
+        scale = tl.broadcast_to(groups[:, None, :, None], (spans, SPAN // 8, 4, 2))
+        b_k = b_k * (1.0 / tl.reshape(scale, (BLOCK,)))[:, None]
+        at = out_ptr + (i_bh.to(tl.int64) * length + first + o_b)[:, None] * D + o_d[None, :]
+        tl.store(at, _to_int8(b_k), mask=m_n[:, None])
 
 
 @triton.jit
@@ -265,6 +304,7 @@ def quantise_queries_kernel(
     k_mean_ptr,
     out_ptr,
     scale_ptr,
+    top_ptr,
     shift_ptr,
     sums_ptr,
     likeness_ptr,
@@ -281,9 +321,10 @@ def quantise_queries_kernel(
     HAS_POOL: tl.constexpr,
     HAS_LIKENESS: tl.constexpr,
 ):
-    """out int8 [B, H, M, D]; scale [B, H, M]; shift [B, H, M], what smooth keys took from a query's
-    logits: softmax_scale q . mean k; and where HAS_POOL the sums [B, H, blocks, D] of a tile's
-    queries and their likeness [B, H, blocks]. No LSE is asked for where ``shift_ptr`` is ``None``.
+    """out int8 [B, H, M, D]; scale [B, H, M]; top [B, H], 0 before and the largest scale after it;
+    shift [B, H, M], what smooth keys took from a query's logits: softmax_scale q . mean k; and
+    where HAS_POOL the sums [B, H, blocks, D] of a tile's queries and their likeness [B, H, blocks].
+    No LSE is asked for where ``shift_ptr`` is ``None``.
 
     A tile is walked in slices of 16 queries: a program of one warp needs no barrier.
     """
@@ -292,6 +333,7 @@ def quantise_queries_kernel(
     row = i_bh.to(tl.int64) * length
     total, centre = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
     count = tl.minimum(length - i_m * BLOCK, BLOCK)
+    largest = 0.0
     for start in range(0, count, 16):
         o_m = i_m * BLOCK + start + tl.arange(0, 16)
         m_m = o_m < length
@@ -304,8 +346,10 @@ def quantise_queries_kernel(
             total, centre = add_to_pool(total, centre, b_q, HAS_LIKENESS)
         scale = tl.maximum(tl.max(tl.abs(b_q), 1) / LEVELS, TINY)
         tl.store(scale_ptr + row + o_m, scale, mask=m_m)
+        largest = tl.maximum(largest, tl.max(scale))
         at = out_ptr + (row + o_m)[:, None] * D + o_d[None, :]
         tl.store(at, _to_int8(b_q * (1.0 / scale)[:, None]), mask=m_m[:, None])
+    tl.atomic_max(top_ptr + i_bh, largest, sem="relaxed")
     if HAS_POOL:
         block = i_bh.to(tl.int64) * blocks + i_m
         count = count.to(tl.float32)
@@ -337,6 +381,7 @@ def _to_e4m3(b_x):
 @triton.jit
 def quantise_values_kernel(
     v_ptr,
+    order_ptr,
     inverse_ptr,
     mean_ptr,
     out_ptr,
@@ -352,15 +397,16 @@ def quantise_values_kernel(
 ):
     """out e4m3 [B, Hkv, D, blocks * BLOCK], 0 beyond the end; sums [B, Hkv, blocks, D] of it.
 
-    Tokens are permuted within 16, place 4 t + 2 h + b holding token 8 h + 2 t + b: then the fp8
-    operand of P v takes the accumulator of q k^T as the registers lie.
+    Tokens come in the order of keys and are permuted within 16, place 4 t + 2 h + b holding that of
+    key 8 h + 2 t + b: then the fp8 operand of P v takes the accumulator of q k^T as registers lie.
     """
     i_n, i_bh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     place = tl.arange(0, BLOCK)
     r = place % 16
-    o_n = i_n * BLOCK + place - r + 8 * (r // 2 % 2) + 2 * (r // 4) + r % 2
-    m_n = o_n < length
+    o_n = place - r + 8 * (r // 2 % 2) + 2 * (r // 4) + r % 2
     row = i_bh.to(tl.int64)
+    o_n = i_n * BLOCK + tl.load(order_ptr + (row * blocks + i_n) * BLOCK + o_n).to(tl.int32)
+    m_n = o_n < length
     for first in tl.static_range(0, D, 64):  # as many channels as registers hold
         o_d = first + tl.arange(0, 64)
         x_ptr = v_ptr + first

@@ -26,19 +26,24 @@ class Quantised:
     """Inputs as the 8-bit kernel takes them.
 
     Attributes:
-        q: int8 [B, H, M, D]; k: int8 [B, Hkv, N, D].
+        q: int8 [B, H, M, D]; k: int8 [B, Hkv, N, D], where there is an order [B, Hkv, N padded to
+            block_n, D].
         v: e4m3 [B, Hkv, D, N padded to block_n], permuted as ``quantise_values_kernel`` says, or
             the caller's 16-bit [B, Hkv, N, D].
         q_scale: float32 [B, H, M].
-        k_scale: float32 [B, Hkv, ceil(N / block_n), 4 spans + 1], the last the largest of the
-            others; a block has ``block_n / mode.span(block_n)`` spans. Of packed sequences the
-            blocks are those of the plan.
+        k_scale: float32 [B, Hkv, ceil(N / block_n), 4 spans]; a block has ``block_n /
+            mode.span(block_n)`` spans. Of packed sequences the blocks are those of the plan.
         v_scale, v_offset: float32 [B, Hkv, D], the latter what is added to the output, mean(v -
             v_scale v8); ``None`` where values stay as they are.
         shift: float32 [B, H, M], what smooth keys took from every logit of a query; ``None`` of
             packed sequences.
         k_mean: float32 [B, Hkv, D], of packed sequences [S, Hkv, D].
         block_n: keys in a block.
+        length: the number of keys, N.
+        order: int8 [B, Hkv, ceil(N / block_n), block_n], of keys that are sorted within a block by
+            their largest magnitude the token in each place; ``None`` where values stay as they are.
+        q_top: float32 [B * H], the largest scale of a head's queries; k_top: float32 [B * Hkv], of
+            packed sequences [S * Hkv], of keys.
     """
 
     mode: SageMode
@@ -52,6 +57,10 @@ class Quantised:
     shift: Tensor | None
     k_mean: Tensor
     block_n: int
+    length: int
+    order: Tensor | None
+    q_top: Tensor
+    k_top: Tensor
 
 
 Quantise: TypeAlias = Callable[

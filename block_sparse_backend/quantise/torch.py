@@ -46,22 +46,52 @@ def _quantise(
         for (first, count), mean in zip(spans, k_mean, strict=True):
             k32[:, :, first : first + count] -= mean[:, None]
     q8, q_scale = _to_int8(q32, torch.arange(m, device=q.device), m)
-    groups, (blocks, scales_of) = key_groups(k, spec, plan)
+    order = None
+    if mode.fp8_values:
+        order, k32 = _sorted(k32, block_n, mode.span(block_n))
+    groups, (blocks, scales_of) = key_groups(k32, spec, plan)
     k8, k_scale = _to_int8(k32, groups, blocks * scales_of)
     v8, v_scale, v_offset = v, None, None
-    if mode.fp8_values:
+    if order is not None:
         mean = v32.mean(2)
         centred = v32 - mean[:, :, None]
         v_scale = centred.abs().amax(2).clamp_min(TINY) / E4M3_MAX
         padded = torch.nn.functional.pad(centred / v_scale[:, :, None], (0, 0, 0, -n % block_n))
         place = permuted_tokens(padded.shape[2], q.device)
-        v8 = _to_e4m3(padded[:, :, place], block_n).transpose(2, 3).contiguous()
+        padded = padded.gather(2, _tokens(order)[:, :, place, None].expand_as(padded))
+        v8 = _to_e4m3(padded, block_n).transpose(2, 3).contiguous()
         v_offset = mean - v_scale * (v8.float().sum(3) / n)
     k_scale = k_scale.view(*k_scale.shape[:2], blocks, scales_of)
-    k_scale = torch.cat([k_scale, k_scale.amax(3, keepdim=True)], 3)
     scales = (q_scale, k_scale, v_scale)
-    x = Quantised(mode, q8, k8, v8, *scales, v_offset, shift, k_mean, block_n)
+    tops = q_scale.amax(2).flatten(), k_scale.amax((2, 3)).flatten()
+    x = Quantised(mode, q8, k8, v8, *scales, v_offset, shift, k_mean, block_n, n, order, *tops)
     return x, pool(q, k, (spec.block_m, block_n)) if spec.has_pool else None
+
+
+def _sorted(k: Tensor, block_n: int, span: int) -> tuple[Tensor, Tensor]:
+    """The token of a block in each place, int8 [B, Hkv, blocks, block_n], and the keys there.
+
+    Keys of a block are sorted by their largest magnitude, and as many as share a scale take the
+    places of one scale after another.
+    """
+    n = k.shape[2]
+    padded = torch.nn.functional.pad(k, (0, 0, 0, -n % block_n))
+    top = padded.abs().amax(3)
+    top[:, :, n:] = torch.inf
+    by_rank = top.view(*top.shape[:2], -1, block_n).argsort(dim=3, stable=True)
+    rank = torch.arange(block_n, device=k.device)
+    group, w = rank // (span // 4), rank % (span // 4)
+    place = group // 4 * span + 8 * (w // 2) + group % 4 * 2 + w % 2
+    order = torch.empty_like(by_rank)
+    order[..., place] = by_rank
+    return order.to(torch.int8), padded.gather(2, _tokens(order)[..., None].expand_as(padded))
+
+
+def _tokens(order: Tensor) -> Tensor:
+    """The token in each place of all blocks, int64 [B, Hkv, blocks * block_n]."""
+    blocks, block_n = order.shape[2:]
+    first = block_n * torch.arange(blocks, device=order.device)
+    return (order.long() + first[:, None]).flatten(2)
 
 
 def key_groups(
@@ -122,13 +152,16 @@ def dequantised(x: Quantised, plan: BlockPlan | None = None) -> tuple[Tensor, Te
     Args:
         plan: of packed sequences.
     """
-    n = x.k.shape[2]
+    n = x.length
     q = x.q.float() * x.q_scale[..., None]
     groups, _ = key_groups(x.k, x, plan)
-    k = x.k.float() * x.k_scale[..., :-1].flatten(2)[:, :, groups, None]
+    k = x.k.float() * x.k_scale.flatten(2)[:, :, groups, None]
     v = x.v.float()
-    if x.v_scale is not None and x.v_offset is not None:
+    if x.v_scale is not None and x.v_offset is not None and x.order is not None:
+        back = torch.argsort(_tokens(x.order), dim=2)[:, :, :n, None]
+        k = k.gather(2, back.expand(-1, -1, -1, k.shape[3]))
         place = permuted_tokens(v.shape[3], v.device)
-        v = v.transpose(2, 3)[:, :, torch.argsort(place)][:, :, :n]
+        v = v.transpose(2, 3)[:, :, torch.argsort(place)]
+        v = v.gather(2, back.expand(-1, -1, -1, v.shape[3]))
         v = v * x.v_scale[:, :, None] + x.v_offset[:, :, None]
     return q, k if x.shift is None else k + x.k_mean[:, :, None], v

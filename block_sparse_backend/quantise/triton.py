@@ -32,8 +32,9 @@ def _prepare(
     n, has_shift = k.shape[2], key_blocks is None
     tiles, rows = -(-m // block_m), b * hk
     blocks = -(-n // block_n) if key_blocks is None else len(key_blocks)
-    shape_q, shape_k, span = (b, h, m, d), (b, hk, n, d), mode.span(block_n)
-    k_scales = (b, hk, blocks, 4 * (block_n // span) + 1)
+    shape_q, span = (b, h, m, d), mode.span(block_n)
+    shape_k = (b, hk, blocks * block_n if mode.fp8_values else n, d)
+    k_scales = (b, hk, blocks, 4 * (block_n // span))
     pools = {"HAS_POOL": spec.has_pool, "HAS_LIKENESS": spec.has_likeness}
     sizes = {"HEADS": hk, "D": d, "BLOCK": block_n}
     of_keys = prepared(kernels.quantise_keys_kernel, 8, "k", SPAN=span, **sizes, **pools).launch
@@ -47,8 +48,13 @@ def _prepare(
     def run(
         q: Tensor, k: Tensor, v: Tensor, scale: float, plan: BlockPlan | None
     ) -> tuple[Quantised, Pooled | None]:
-        k_mean = mean_of(k, plan)
+        tops = fp32(b * h + (b if plan is None else len(plan.sequences)) * hk)
+        k_mean = mean_of(k, plan, tops)
         k8, k_scale = int8(shape_k), fp32(k_scales)
+        q_top, k_top = tops[: b * h], tops[b * h :]
+        order = None
+        if mode.fp8_values:
+            order = k.new_empty((b, hk, blocks, block_n), dtype=torch.int8)
         q8, q_scale = int8(shape_q), fp32((b, h, m))
         shift = fp32((b, h, m)) if has_shift else None
         pooled = None
@@ -65,6 +71,8 @@ def _prepare(
             k_mean_ptr=k_mean,
             out_ptr=k8,
             scale_ptr=k_scale,
+            top_ptr=k_top,
+            order_ptr=order,
             sums_ptr=k_sums,
             likeness_ptr=k_likeness,
             spans_ptr=None if plan is None else plan.key_blocks,
@@ -77,6 +85,7 @@ def _prepare(
             k_mean_ptr=k_mean,
             out_ptr=q8,
             scale_ptr=q_scale,
+            top_ptr=q_top,
             shift_ptr=shift,
             sums_ptr=q_sums,
             likeness_ptr=q_likeness,
@@ -84,15 +93,21 @@ def _prepare(
             length=m,
             blocks=tiles,
         )
-        v8, v_scale, offset = (v, None, None) if finish is None else finish(v)
+        v8, v_scale, offset = (
+            (v, None, None) if finish is None or order is None else finish(v, order)
+        )
         scales = (q_scale, k_scale, v_scale)
-        x = Quantised(mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n)
+        x = Quantised(
+            mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n, n, order, q_top, k_top
+        )
         return x, pooled
 
     return run
 
 
-def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _bind_values(
+    v: Tensor, block_n: int
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """A function that rounds such values to e4m3, in the order of ``quantise_values_kernel``; it
     returns them, their scale and the offset of the output."""
     b, h, n, d = v.shape
@@ -105,7 +120,7 @@ def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Te
     fp32 = functools.partial(torch.empty, dtype=torch.float32, device=v.device)
     fp8 = functools.partial(torch.empty, dtype=torch.float8_e4m3fn, device=v.device)
 
-    def finish(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(v: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, scale, inverse, offset = (fp32((b, h, d)) for _ in range(4))
         grid = (rows, 1, 1)
         scales_of(
@@ -121,6 +136,7 @@ def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Te
         rounded(
             (blocks * rows, 1, 1),
             v_ptr=v,
+            order_ptr=order,
             inverse_ptr=inverse,
             mean_ptr=mean,
             out_ptr=v8,
@@ -137,14 +153,16 @@ def _bind_values(v: Tensor, block_n: int) -> Callable[[Tensor], tuple[Tensor, Te
 
 Of = Callable[[Tensor, BlockPlan | None], Tensor]
 """Takes a tensor like that which it was made for, and the plan of its packed sequences."""
+MeanOf = Callable[[Tensor, BlockPlan | None, Tensor | None], Tensor]
+"""As ``Of``, with floats that it sets to 0."""
 
 
 def column_mean(x: Tensor) -> Tensor:
     """Mean over the tokens of [B, H, L, D]: float32 [B, H, D]."""
-    return column_mean_of(x, None, 0)(x, None)
+    return column_mean_of(x, None, 0)(x, None, None)
 
 
-def column_mean_of(x: Tensor, key_blocks: Tensor | None, block: int) -> Of:
+def column_mean_of(x: Tensor, key_blocks: Tensor | None, block: int) -> MeanOf:
     """A function that computes the mean over the tokens of [B, H, L, D], float32 [B, H, D]; or of
     packed sequences, each of which has a mean of its keys, [S, H, D].
 
@@ -156,7 +174,7 @@ def column_mean_of(x: Tensor, key_blocks: Tensor | None, block: int) -> Of:
     launch = prepared(kernels.mean_kernel, 4, HEADS=h, D=d, STEP=32).launch
     device = x.device
 
-    def mean_of(x: Tensor, plan: BlockPlan | None) -> Tensor:
+    def mean_of(x: Tensor, plan: BlockPlan | None, tops: Tensor | None) -> Tensor:
         rows, first_blocks, sequences = b, None, None
         if plan is not None:
             first_blocks, sequences = plan.first_blocks, plan.sequences
@@ -166,10 +184,12 @@ def column_mean_of(x: Tensor, key_blocks: Tensor | None, block: int) -> Of:
             (rows * h, 1, 1),
             sums_ptr=partial(x, plan),
             mean_ptr=mean,
+            tops_ptr=tops,
             first_blocks_ptr=first_blocks,
             sequences_ptr=sequences,
             parts=parts,
             length=length,
+            tops=0 if tops is None else len(tops),
         )
         return mean
 

@@ -91,7 +91,7 @@ def quantised(
 def attention_of(x: Quantised, plan: BlockPlan, params: TritonParams) -> Attend:
     """The 8-bit kernel alone, with other parameters than the table's."""
     heads, group = x.q.shape[1], x.q.shape[1] // x.k.shape[1]
-    tile = (plan.block_m, plan.block_n, plan.has_partial, plan.mask)
+    tile = (plan.block_m, plan.block_n, plan.mask)
     spec = QuantisedSpec(x.mode, heads, group, x.q.shape[3], *tile)
     row = Row("triton", "block_sparse_int8", None, frozenset(), params, False, "as given")
     attend: Attend = forced(TABLES, detect_target(x.q.device), spec, row).run(1)

@@ -62,6 +62,9 @@ def cases(arch: str) -> Iterator[Case]:
         yield _attention("block_sparse 192-128", wide, masks.causal, dims=(192, 128))
     if "e4m3_values" in _tile(arch, "block_sparse_int8")[1]:
         yield _int8(arch, "int8 e4m3", masks.causal, True)
+    if arch == "sm90":
+        yield _int8(arch, "int8 e4m3, every key", masks.everything, True)
+        yield _int8(arch, "int8 e4m3, every key, D 64", masks.everything, True, d=64)
     yield _int8(arch, "int8 16-bit values", masks.causal, False)
     if arch == "sm90":
         name = "int8 16-bit values, packed sequences"
@@ -121,6 +124,7 @@ def _int8(
     mask: masks.Mask,
     is_fp8: bool,
     is_packed: bool = False,
+    d: int = 128,
 ) -> Case:
     kernels = block_sparse_int8
     (block_m, block_n, warps, stages), _ = _tile(arch, "block_sparse_int8")
@@ -128,32 +132,33 @@ def _int8(
     constexprs = {
         "HEADS": 24,
         "GROUP": 1,
-        "D": 128,
+        "D": d,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "SPAN": 64 if is_fp8 else 32,
         "STAGES": stages,
-        "HAS_PARTIAL": True,
         "P_LOG2": math.log2(448.0) if is_fp8 else 0.0,
         "values": kernels.e4m3_values if is_fp8 else kernels.half_values,
         "mask": mask.kernel,
-        **({} if is_fp8 else {"v_scale_ptr": None, "v_offset_ptr": None}),
+        **({} if is_fp8 else {"v_scale_ptr": None, "v_offset_ptr": None, "order_ptr": None}),
         **(
             {"lse_ptr": None, "shift_ptr": None}
             if is_packed
             else {"sequences_ptr": None, "first_blocks_ptr": None}
         ),
     }
-    values = f"fp8e4nv[1,1,128,{block_n}]" if is_fp8 else f"bf16[1,1,{block_n},128]"
+    values = f"fp8e4nv[1,1,{d},{block_n}]" if is_fp8 else f"bf16[1,1,{block_n},{d}]"
     types = {
-        "q_desc": f"tensordesc<i8[1,1,{block_m},128]>",
-        "k_desc": f"tensordesc<i8[1,1,{block_n},128]>",
+        "q_desc": f"tensordesc<i8[1,1,{block_m},{d}]>",
+        "k_desc": f"tensordesc<i8[1,1,{block_n},{d}]>",
         "v_desc": f"tensordesc<{values}>",
         "out_ptr": "*bf16",
     }
+    if is_fp8:
+        types["order_ptr"] = "*i8"
     options = {"num_warps": warps, "num_stages": stages}
     if arch == "sm90":
-        options["maxnreg"] = 168
+        options["maxnreg"] = 168 if d == 128 else 128
     return name, kernels.block_sparse_int8_kernel, types, constexprs, options
 
 
@@ -167,11 +172,12 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
     absent = {"first_blocks_ptr": None, "sequences_ptr": None}
     yield "column_stats", stats, half, heads | sizes | alone, four
     yield "mean", quantise.mean_kernel, {}, heads | absent | {"STEP": 32}, four
-    int8 = half | {"out_ptr": "*i8"}
+    int8 = half | {"out_ptr": "*i8", "order_ptr": "*i8"}
     for pool, likeness in ((False, False), (True, False), (True, True)):
         pooled = {"HAS_POOL": pool, "HAS_LIKENESS": likeness}
         suffix = (" and pool" if pool else "") + (" with likeness" if likeness else "")
-        keys = heads | pooled | alone | {"BLOCK": block_n, "SPAN": 64}
+        keys = heads | pooled | alone | {"BLOCK": block_n, "SPAN": 64 if is_fp8 else 32}
+        keys |= {} if is_fp8 else {"order_ptr": None}
         kernel = quantise.quantise_keys_kernel
         yield f"quantise_keys{suffix}", kernel, int8, keys, {"num_warps": 8}
         queries = heads | pooled | {"BLOCK": 64, "GROUP": 1}
@@ -182,7 +188,7 @@ def _small_kernels(arch: str, block_n: int, is_fp8: bool) -> Iterator[Case]:
         kernel = quantise.value_scales_kernel
         yield "value_scales", kernel, {}, sizes | {"E4M3_MAX": 448.0}, four
         yield "value_offset", quantise.value_offset_kernel, {}, sizes, four
-        types = half | {"out_ptr": "*fp8e4nv"}
+        types = half | {"out_ptr": "*fp8e4nv", "order_ptr": "*i8"}
         sizes = {"BLOCK": block_n}
         yield (
             "quantise_values",

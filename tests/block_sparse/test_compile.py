@@ -32,6 +32,8 @@ def test_what_is_chosen_fits_and_does_not_spill(arch: str) -> None:
         assert line["shared"] <= SHARED_LIMIT[arch], name
         if arch in FEW_BYTES:
             assert line["stack"] <= 16, name
+        elif name == "int8 e4m3":  # six registers, two of them in the walk over whole blocks
+            assert line["stack"] <= 24, arch
         elif arch.startswith("sm"):
             assert line["spills"] == 0, name
 
@@ -40,6 +42,8 @@ def test_three_8_bit_programs_share_an_sm() -> None:
     for form in ("e4m3", "16-bit values, packed sequences"):
         line = COMMITTED["sm90"][f"int8 {form}"]
         assert line["registers"] <= 168 and 3 * (line["shared"] + 1024) <= 228 << 10
+    line = COMMITTED["sm90"]["int8 e4m3, every key, D 64"]
+    assert line["registers"] <= 128 and 4 * (line["shared"] + 1024) <= 228 << 10
 
 
 def test_products_are_of_warpgroups() -> None:
