@@ -154,7 +154,7 @@ def _bind_values(
 Of = Callable[[Tensor, BlockPlan | None], Tensor]
 """Takes a tensor like that which it was made for, and the plan of its packed sequences."""
 MeanOf = Callable[[Tensor, BlockPlan | None, Tensor | None], Tensor]
-"""As ``Of``, with floats that it sets to 0."""
+"""Takes what `Of` takes, and floats that it sets to 0."""
 
 
 def column_mean(x: Tensor) -> Tensor:
