@@ -83,8 +83,12 @@ def attention_kernel(params: TritonParams, spec: QuantisedSpec) -> KernelLaunch:
         "values": kernels.e4m3_values if mode.fp8_values else kernels.half_values,
         "mask": spec.mask.kernel,
     }
-    limit = params.max_registers
-    if params.max_registers_64 and mode.fp8_values and spec.dim == 64 and spec.mask is everything:
-        limit = params.max_registers_64
-    kernel, compiler = kernels.block_sparse_int8_kernel, options(params, limit)
-    return KernelLaunch(kernel, constexprs, compiler, axes={"out": "bhm."})
+    compiler = options(params, max_registers(params, spec))
+    kernel, axes = kernels.block_sparse_int8_kernel, {"out": "bhm."}
+    return KernelLaunch(kernel, constexprs, compiler, axes=axes)
+
+
+def max_registers(params: TritonParams, spec: QuantisedSpec) -> int:
+    """The most registers of a thread, 0 for no limit."""
+    is_narrow = spec.dim == 64 and spec.mode.fp8_values and spec.mask is everything
+    return (is_narrow and params.max_registers_64) or params.max_registers

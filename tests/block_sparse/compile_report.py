@@ -19,7 +19,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from backend_core.launch.triton import OPTIONS
 from backend_core.tables.load import load_table
+from backend_core.tables.schema import Row
 from block_sparse_backend import masks
+from block_sparse_backend.dense8.triton import max_registers
 from block_sparse_backend.kernels import block_sparse, block_sparse_int8, plans, predict, quantise
 from block_sparse_backend.kernels.sm90 import block_sparse as block_sparse_sm90
 from block_sparse_backend.launch_params import TABLES
@@ -30,6 +32,7 @@ from block_sparse_backend.predict.triton import (
     SCORE_STEP,
     SCORE_WARPS,
 )
+from block_sparse_backend.spec import QuantisedSpec, SageMode
 from tests.offline import TARGETS, Report, compile_kernel, dump, measure
 
 REPORT = Path(__file__).with_name("compile_report.json")
@@ -82,11 +85,15 @@ def cases(arch: str) -> Iterator[Case]:
 
 def _tile(arch: str, operator: str) -> tuple[tuple[int, int, int, int], frozenset[str]]:
     """Queries, keys, warps and stages of the table's first Triton row, and what it can do."""
-    rows = load_table(TABLES, TARGETS[arch][1], directory=CONFIGS).rows
-    row = next(row for row in rows if (row.operator, row.name) == (operator, "triton"))
+    row = _row(arch, operator)
     params = row.params
     tile = (params.block_m, params.block_n, params.num_warps, params.num_stages)
     return tile, row.features
+
+
+def _row(arch: str, operator: str) -> Row:
+    rows = load_table(TABLES, TARGETS[arch][1], directory=CONFIGS).rows
+    return next(row for row in rows if (row.operator, row.name) == (operator, "triton"))
 
 
 def _attention(
@@ -157,8 +164,9 @@ def _int8(
     if is_fp8:
         types["order_ptr"] = "*i8"
     options = {"num_warps": warps, "num_stages": stages}
-    if arch == "sm90":
-        options["maxnreg"] = 168 if d == 128 else 128
+    spec = QuantisedSpec(SageMode(fp8_values=is_fp8), dim=d, mask=mask)
+    if limit := max_registers(_row(arch, "block_sparse_int8").params, spec):
+        options["maxnreg"] = limit
     return name, kernels.block_sparse_int8_kernel, types, constexprs, options
 
 
