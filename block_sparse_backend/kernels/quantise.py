@@ -221,12 +221,12 @@ def store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS
 def _places(top, m_n, BLOCK: tl.constexpr, SPAN: tl.constexpr):
     """The place of each key of a block whose keys are sorted by their largest magnitude ``top``,
     keys that are not there behind them; and the group of sorted keys that it is in, as
-    [BLOCK, 4 BLOCK / SPAN].
+    [BLOCK, 4 BLOCK / SPAN]. No two keys have one place, also if they hold NaN.
 
     Keys of a group share a scale. They take the places that one thread holds in a span.
     """
     o_b = tl.arange(0, BLOCK)
-    key = tl.where(m_n, top, float("inf"))
+    key = tl.where(m_n & (top == top), top, float("inf"))
     before = key[None, :] < key[:, None]
     before |= (key[None, :] == key[:, None]) & (o_b[None, :] < o_b[:, None])
     rank = tl.sum(before.to(tl.int32), 1)

@@ -167,6 +167,24 @@ def test_a_scale_is_of_few_tokens(seed: int, device: torch.device) -> None:
     assert errors[0] < 6.7e-3 and errors[1] < 8.4e-3
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 0.0])
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_an_order_has_each_token_of_a_block(
+    path: str, value: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of keys that do not compare: a place without one would be read as any token's."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *args, **more: empty(*args, **more).fill_(77)
+    )
+    q, k, v = inputs((2, 40, 64), (1, 100, 64), seed=0, device=device)
+    k[:, :, 40:70] = value
+    x = quantised(q, k, v, SageMode(), 0.125, 32, path)
+    assert x.order is not None
+    tokens = torch.arange(32, dtype=torch.int8).expand_as(x.order)
+    assert torch.equal(x.order.cpu().sort(3).values, tokens)
+
+
 def test_bad_input_is_one_sentence(seed: int, device: torch.device) -> None:
     q, k, v = inputs((2, 64, 64), (1, 64, 64), seed=seed, device=device)
     plan = intervals.dense(64, 64, 2, **BLOCKS, device=device)
