@@ -91,10 +91,8 @@ def _enabled(modifiers: dict[str, str]) -> np.ndarray:
 
 def _read_lane(operands: list[Operand], modifiers: dict[str, str]) -> Run:
     target, source, lane = operands
-    if lane.kind != "literal":
-        raise UnmodelledError("v_readlane_b32 of a lane in a register")
-    row, at = source.index, lane.bits & 63
-    return lambda wave: wave.set_s32(target.index, int(wave.u[row, at]))
+    row, at = source.index, reader(lane, "u")
+    return lambda wave: wave.set_s32(target.index, int(wave.u[row, int(at(wave)) & 63]))
 
 
 def _write_lane(operands: list[Operand], modifiers: dict[str, str]) -> Run:
@@ -119,6 +117,24 @@ def _read_first_lane(operands: list[Operand], modifiers: dict[str, str]) -> Run:
         wave.set_s32(target.index, int(wave.u[source.index, int(np.argmax(wave.mask))]))
 
     return run
+
+
+def _count_below(first: int) -> Callable[[list[Operand], dict[str, str]], Run]:
+    """The last source, and 1 for each lane below a lane's own whose bit is set in a half of a mask,
+    which begins at lane ``first``."""
+    below = np.array([(1 << max(0, min(32, lane - first))) - 1 for lane in range(64)], np.uint64)
+
+    def build(operands: list[Operand], modifiers: dict[str, str]) -> Run:
+        target, mask, added = operands
+        read_mask, read_added = reader(mask, "u"), reader(added, "u")
+
+        def run(wave: Wave) -> None:
+            seen = np.bitwise_count(np.asarray(read_mask(wave)).astype(np.uint64) & below)
+            wave.put(wave.u, target.index, (read_added(wave) + seen).astype(np.uint32))
+
+        return run
+
+    return build
 
 
 def _permlane_swap(half: int) -> Callable[[list[Operand], dict[str, str]], Run]:
@@ -175,6 +191,8 @@ BUILDERS: dict[str, Callable[[list[Operand], dict[str, str]], Run]] = {
     "v_readlane_b32": _read_lane,
     "v_writelane_b32": _write_lane,
     "v_readfirstlane_b32": _read_first_lane,
+    "v_mbcnt_lo_u32_b32": _count_below(0),
+    "v_mbcnt_hi_u32_b32": _count_below(32),
     "v_permlane16_swap_b32": _permlane_swap(16),
     "v_permlane32_swap_b32": _permlane_swap(32),
     "ds_swizzle_b32": _swizzle,

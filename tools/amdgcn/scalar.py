@@ -109,6 +109,8 @@ def build(instruction: Instruction, labels: dict[str, int], modifiers: dict[str,
         return _bit_compare(operands, int(name[8]))
     if name.startswith(("s_cmp_", "s_cmpk_")):
         return _compare(name, operands)
+    if name == "s_ff1_i32_b64":
+        return _first_bit(operands)
     if name.endswith(("_b64", "_i64", "_u64")):
         return _wide(name, operands)
     return _narrow(name, operands)
@@ -170,6 +172,17 @@ def _compare(name: str, operands: list[Operand]) -> Run:
         if is_signed:
             left, right = signed(left), signed(right)
         wave.scc = int(test(left, right))
+
+    return run
+
+
+def _first_bit(operands: list[Operand]) -> Run:
+    """The place of the lowest bit that is set, -1 without one."""
+    target, a = operands[0].index, _get64(operands[1])
+
+    def run(wave: Wave) -> None:
+        value = a(wave)
+        wave.set_s32(target, ((value & -value).bit_length() - 1) & 0xFFFFFFFF)
 
     return run
 
@@ -244,8 +257,8 @@ def _narrow(name: str, operands: list[Operand]) -> Run:
         return _result32(target, lambda wave: two(a(wave), b(wave)))
     if name == "s_cselect_b32":
         return lambda wave: wave.set_s32(target, a(wave) if wave.scc else b(wave))
-    if name in ("s_max_i32", "s_min_i32"):
-        return _extreme(target, a, b, name == "s_max_i32")
+    if name in ("s_max_i32", "s_min_i32", "s_max_u32", "s_min_u32"):
+        return _extreme(name, target, a, b)
     return _sum(name, target, a, b)
 
 
@@ -271,9 +284,13 @@ def _result32(target: int, compute: Get) -> Run:
     return run
 
 
-def _extreme(target: int, a: Get, b: Get, is_max: bool) -> Run:
+def _extreme(name: str, target: int, a: Get, b: Get) -> Run:
+    is_max, is_signed = "max" in name, name.endswith("i32")
+
     def run(wave: Wave) -> None:
-        left, right = signed(a(wave)), signed(b(wave))
+        left, right = a(wave), b(wave)
+        if is_signed:
+            left, right = signed(left), signed(right)
         wave.scc = int(left > right if is_max else left < right)
         wave.set_s32(target, (left if wave.scc else right) & 0xFFFFFFFF)
 
