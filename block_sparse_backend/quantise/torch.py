@@ -64,7 +64,13 @@ def _quantise(
     k_scale = k_scale.view(*k_scale.shape[:2], blocks, scales_of)
     scales = (q_scale, k_scale, v_scale)
     tops = q_scale.amax(2).flatten(), k_scale.amax((2, 3)).flatten()
-    x = Quantised(mode, q8, k8, v8, *scales, v_offset, shift, k_mean, block_n, n, order, *tops)
+    x = Quantised(
+        *(mode, q8, k8, v8, *scales, v_offset, shift, k_mean, block_n),
+        length=n,
+        order=order,
+        q_top=tops[0],
+        k_top=tops[1],
+    )
     return x, pool(q, k, (spec.block_m, block_n)) if spec.has_pool else None
 
 

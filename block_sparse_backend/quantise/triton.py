@@ -98,7 +98,11 @@ def _prepare(
         )
         scales = (q_scale, k_scale, v_scale)
         x = Quantised(
-            mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n, n, order, q_top, k_top
+            *(mode, q8, k8, v8, *scales, offset, shift, k_mean, block_n),
+            length=n,
+            order=order,
+            q_top=q_top,
+            k_top=k_top,
         )
         return x, pooled
 
