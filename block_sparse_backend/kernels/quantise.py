@@ -236,6 +236,15 @@ def _places(top, m_n, BLOCK: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
+def _keep_largest(ptr, x):
+    """The larger of a float32 in memory and ``x``, both 0 or more, takes its place. Their bits are
+    in the order of integers, so the one instruction for integers serves; a NaN leaves it as it is.
+    """
+    bits = tl.maximum(x, 0.0).to(tl.int32, bitcast=True)
+    tl.atomic_max(ptr.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
+
+
+@triton.jit
 def quantise_keys_kernel(
     k_ptr,
     k_mean_ptr,
@@ -278,7 +287,7 @@ def quantise_keys_kernel(
         store_pool(sums_ptr, likeness_ptr, block, total, centre, count, HAS_LIKENESS)
     spans: tl.constexpr = BLOCK // SPAN
     top = tl.max(tl.abs(b_k), 1)
-    tl.atomic_max(top_ptr + sequence * HEADS + i_bh, tl.max(top) / LEVELS, sem="relaxed")
+    _keep_largest(top_ptr + sequence * HEADS + i_bh, tl.max(top) / LEVELS)
     if order_ptr is not None:
         place, of_group = _places(top, m_n, BLOCK, SPAN)
         groups = tl.maximum(tl.max(tl.where(of_group, top[:, None], 0.0), 0) / LEVELS, TINY)
@@ -349,7 +358,7 @@ def quantise_queries_kernel(
         largest = tl.maximum(largest, tl.max(scale))
         at = out_ptr + (row + o_m)[:, None] * D + o_d[None, :]
         tl.store(at, _to_int8(b_q * (1.0 / scale)[:, None]), mask=m_m[:, None])
-    tl.atomic_max(top_ptr + i_bh, largest, sem="relaxed")
+    _keep_largest(top_ptr + i_bh, largest)
     if HAS_POOL:
         block = i_bh.to(tl.int64) * blocks + i_m
         count = count.to(tl.float32)

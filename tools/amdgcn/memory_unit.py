@@ -31,8 +31,8 @@ def build(instruction: Instruction, modifiers: dict[str, str]) -> Run:
     if name.startswith("ds_"):
         return _lds(name, operands, modifiers)
     space, direction, kind = name.split("_", 2)
-    if name in _ATOMICS:
-        return _atomic(_ATOMICS[name], operands, modifiers)
+    if name == "global_atomic_smax":
+        return _atomic_max(operands, modifiers)
     if space == "scratch":
         return _spill(name, operands, int(modifiers.pop("offset", "0")))
     is_store, upper = direction == "store", kind == "short_d16_hi"
@@ -108,16 +108,9 @@ def _global_address(
     return data, address
 
 
-_ATOMICS: dict[str, tuple[Any, Any]] = {
-    "global_atomic_smax": (np.int32, max),
-    "global_atomic_umin": (np.uint32, min),
-}
-
-
-def _atomic(kind: tuple[Any, Any], operands: list[Operand], modifiers: dict[str, str]) -> Run:
-    """A word of memory and one of each lane to a word of memory, of which none is returned. Atomics
-    of several waves do not race."""
-    dtype, combine = kind
+def _atomic_max(operands: list[Operand], modifiers: dict[str, str]) -> Run:
+    """The largest of a signed word of memory and the lanes' words, of which none is returned.
+    Atomics of several waves do not race."""
     data, address_of = _global_address(operands, True, modifiers, 4)
 
     def run(wave: Wave) -> None:
@@ -126,11 +119,11 @@ def _atomic(kind: tuple[Any, Any], operands: list[Operand], modifiers: dict[str,
         if active.size:
             _check_aligned(addresses[active], 4)
             for region, where in wave.workgroup.memory.split(addresses[active], 4):
-                given = wave.u[data.index].view(dtype)
+                given = wave.u[data.index].view(np.int32)
                 for lane in active[where]:
                     at = int(addresses[lane] - region.base)
-                    word = region.data[at : at + 4].view(dtype)
-                    word[0] = combine(word[0], given[lane])
+                    word = region.data[at : at + 4].view(np.int32)
+                    word[0] = max(word[0], given[lane])
         wave.issue(Operation("vmcnt", True, (), ()))
 
     return run

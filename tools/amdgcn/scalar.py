@@ -257,8 +257,8 @@ def _narrow(name: str, operands: list[Operand]) -> Run:
         return _result32(target, lambda wave: two(a(wave), b(wave)))
     if name == "s_cselect_b32":
         return lambda wave: wave.set_s32(target, a(wave) if wave.scc else b(wave))
-    if name in ("s_max_i32", "s_min_i32", "s_max_u32", "s_min_u32"):
-        return _extreme(name, target, a, b)
+    if name in ("s_max_i32", "s_min_i32"):
+        return _extreme(target, a, b, name == "s_max_i32")
     return _sum(name, target, a, b)
 
 
@@ -284,13 +284,9 @@ def _result32(target: int, compute: Get) -> Run:
     return run
 
 
-def _extreme(name: str, target: int, a: Get, b: Get) -> Run:
-    is_max, is_signed = "max" in name, name.endswith("i32")
-
+def _extreme(target: int, a: Get, b: Get, is_max: bool) -> Run:
     def run(wave: Wave) -> None:
-        left, right = a(wave), b(wave)
-        if is_signed:
-            left, right = signed(left), signed(right)
+        left, right = signed(a(wave)), signed(b(wave))
         wave.scc = int(left > right if is_max else left < right)
         wave.set_s32(target, (left if wave.scc else right) & 0xFFFFFFFF)
 
