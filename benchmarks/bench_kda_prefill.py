@@ -150,6 +150,35 @@ def flashkda(case: Case) -> Call:
     return call
 
 
+def cudnn(case: Case) -> Call:
+    """cuDNN's front end, whose kernel for Hopper reads gates and step sizes in fp32; bounded gates
+    only, since nothing in it keeps the exponents of others within range."""
+    from cudnn.linear_attention.ops import kimi_delta_attention
+
+    assert case.dt_bias is not None
+    heads = case.q.shape[2]
+    q, k, v, g, beta = (x[0].contiguous() for x in case.tokens)
+    tokens = (q, k, v, g.float(), beta.float(), case.cu_seqlens)
+    options: dict[str, Any] = {
+        "initial_state": case.state,
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "safe_gate": True,
+        "gate_lower_bound": LOWER_BOUND,
+        "a_log": case.a_log,
+        "dt_bias": case.dt_bias.view(heads, DIM),
+        "plan_name": "kda_hopper_cuda",
+    }
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.inference_mode():
+            out, final = kimi_delta_attention(*tokens, **options)
+        return out[None], final
+
+    return call
+
+
 def check_accuracy(
     make: Callable[[Case], Call], lower_bound: float | None
 ) -> dict[str, list[float]]:
@@ -195,6 +224,8 @@ def measure(
                 row["fla_call_ms"] = call_time_ms(call, repeats=20)
             if "flashkda" in peers and lower_bound is not None:
                 row["flashkda_gpu_ms"] = graph_time_ms(flashkda(case))
+        if "cudnn" in peers and lower_bound is not None:  # faster where states decay at once
+            row[f"cudnn_gpu_ms{suffix}"] = graph_time_ms(cudnn(case))
     return row
 
 
@@ -222,7 +253,7 @@ def main() -> None:
         write_record(args.output, environment() | {"rows": rows})
         return
 
-    peers = {"fla"} if importlib.util.find_spec("fla") else set()
+    peers = {name for name in ("fla", "cudnn") if importlib.util.find_spec(name)}
     compile_side_by_side()
     if args.flashkda_library:
         torch.ops.load_library(str(args.flashkda_library))
@@ -234,6 +265,8 @@ def main() -> None:
             accuracy[f"fla {gate}"] = check_accuracy(fla, bound)
         if "flashkda" in peers and bound is not None:
             accuracy[f"flashkda {gate}"] = check_accuracy(flashkda, bound)
+        if "cudnn" in peers and bound is not None:
+            accuracy[f"cudnn {gate}"] = check_accuracy(cudnn, bound)
     for name, errors in accuracy.items():
         print(name, {r: [f"{e:.1e}" for e in pair] for r, pair in errors.items()}, flush=True)
     ours = [e for gate in ("unbounded", "bounded") for e in accuracy[f"ours {gate}"].values()]
@@ -254,6 +287,7 @@ def main() -> None:
         sys.stdout.flush()
         result = environment() | {
             "fla": installed_version("fla-core"),
+            "cudnn": installed_version("nvidia-cudnn-frontend"),
             "copy_gbs": bandwidth,
             "accuracy": accuracy,
             "rows": rows,
