@@ -27,19 +27,21 @@ def full_servers() -> list[str]:
     return [line for name, title in FULL.items() for line in _full(name, title)]
 
 
-def full_server_ratios() -> list[float]:
-    """The rate with the flag over the engine's own, of each load with states in one format."""
-    rates = {
-        (name, row["what"], row["state"], row["side"]): row["tokens_per_s"]
-        for name in FULL
-        for row in load(name)["rows"]
-        if row["tokens_per_s"] is not None
-    }
-    return [
-        rate / rates[*load_of, "upstream"]
-        for (*load_of, side), rate in rates.items()
-        if side == "flag" and (*load_of, "upstream") in rates
-    ]
+def full_server_ratios() -> tuple[list[float], list[float]]:
+    """The rate with the flag over the engine's own, of each load: with states in the same format,
+    and with states in 16 bits over the engine with its default, which are of 32."""
+    alike, smaller = [], []
+    for name in FULL:
+        rows = [row for row in load(name)["rows"] if row["tokens_per_s"] is not None]
+        engine = [row for row in rows if row["side"] == "upstream"]
+        for row in (row for row in rows if row["side"] == "flag"):
+            for other in (other for other in engine if other["what"] == row["what"]):
+                ratio = row["tokens_per_s"] / other["tokens_per_s"]
+                if row["state"] == other["state"]:
+                    alike.append(ratio)
+                elif other["state"] == "float32":
+                    smaller.append(ratio)
+    return alike, smaller
 
 
 def _full(name: str, title: str) -> list[str]:
