@@ -183,11 +183,11 @@ def _padded(
     """The tensors with channels that the kernels take, the number that they have, and the scale.
 
     Raises:
-        ValueError: there are more than 128 channels, or not as many in each.
+        ValueError: there is no channel or more than 128, or not as many in each.
     """
     d = q.shape[3]
-    if d > 128:
-        raise ValueError(f"head size must be at most 128, got {d}")
+    if not 0 < d <= 128:
+        raise ValueError(f"head size must be at most 128 and not 0, got {d}")
     if k.shape[3] != d or v.shape[3] != d:
         raise ValueError(
             f"head size must be the same in q, k and v, got {d}, {k.shape[3]} and {v.shape[3]}"

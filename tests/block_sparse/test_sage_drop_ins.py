@@ -202,6 +202,8 @@ def test_what_is_no_tensor_is_named(device: torch.device) -> None:
         spargeattn.block_sparse_sage2_attn_cuda(q, q, q, [[1]])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the same in q, k and v, got 96, 96 and 64"):
         sageattention.sageattn(*[q.new_zeros(1, 2, 64, 96)] * 2, q)
+    with pytest.raises(ValueError, match="head size must be at most 128 and not 0, got 0"):
+        sageattention.sageattn(*[q[..., :0]] * 3)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
