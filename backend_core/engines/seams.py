@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from backend_core.engines import ENGINES
 from backend_core.engines.log import PREFIX
@@ -68,6 +69,22 @@ class Part:
     engine: str
     name: str
     seams: tuple[Seam, ...]
+
+    @classmethod
+    def of(cls, name: str, *seams: Seam) -> Part:
+        """The part that these seams, which lie in one engine, make up."""
+        return cls(seams[0].place.partition(".")[0], name, seams)
+
+
+def each(where: str, names: str, **relied: Any) -> tuple[Seam, ...]:
+    """Seams of which the same is relied on.
+
+    Args:
+        where: a module, or a class as ``"module:Class"``; names: of its members.
+        relied: the other attributes of each `Seam`.
+    """
+    dot = "." if ":" in where else ":"
+    return tuple(Seam(f"{where}{dot}{name}", **relied) for name in names.split())
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ it does it mean this package.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from sglang.srt import server_args as server_args_module
@@ -37,26 +36,23 @@ from sglang.srt.utils.common import rank0_log
 from backend_core import engines
 from backend_core.engines import seams
 from backend_core.engines.after_import import after_import
+from backend_core.engines.in_place import in_place_of
 from backend_core.engines.log import PREFIX
 from backend_core.engines.seams import Part
 from backend_core.family import ModelConfig
 from backend_core.strict import fallback
 
 
-@dataclass(frozen=True)
-class SglangLayerClaim:
-    """Layers that parts of sglang's attention backend serve.
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Layers of one kind that a family serves.
 
     Attributes:
-        kind: ``"linear_attention"``, ``"compressor"`` or ``"sparse_mla"``.
+        kind: of a `SglangLayerClaim` ``"linear_attention"``, ``"compressor"`` or ``"sparse_mla"``;
+            of a `SglangBackendClaim` ``"mla"``, ``"sparse_mla"`` or ``"attention"``, see `kind_of`.
         title: what they are called in a sentence: ``"Kimi Delta Attention"``.
         part: what is relied on to serve them.
         of_model: whether a model has them, from its configuration.
-        present: whether sglang's attention backend, of the model that its ModelRunner holds, has
-            such layers.
-        install: called with both where it has: weights are loaded, pools allocated.
-        reserve: called with a ModelRunner before its pools are sized, weights loaded: memory that
-            is taken here is in sglang's account. For any model; `present` is asked later.
         deterministic: they are served under ``--enable-deterministic-inference`` too.
     """
 
@@ -64,20 +60,31 @@ class SglangLayerClaim:
     title: str
     part: Part
     of_model: Callable[[ModelConfig], bool]
-    present: Callable[[Any, Any], bool]
-    install: Callable[[Any, Any], None]
-    reserve: Callable[[Any], None] | None = None
     deterministic: bool = False
 
 
-@dataclass(frozen=True)
-class SglangBackendClaim:
+@dataclass(frozen=True, kw_only=True)
+class SglangLayerClaim(Claim):
+    """Layers that parts of sglang's attention backend serve.
+
+    Attributes:
+        present: whether sglang's attention backend, of the model that its ModelRunner holds, has
+            such layers.
+        install: called with both where it has: weights are loaded, pools allocated.
+        reserve: called with a ModelRunner before its pools are sized, weights loaded: memory that
+            is taken here is in sglang's account. For any model; `present` is asked later.
+    """
+
+    present: Callable[[Any, Any], bool]
+    install: Callable[[Any, Any], None]
+    reserve: Callable[[Any], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangBackendClaim(Claim):
     """Full-attention layers.
 
     Attributes:
-        kind: ``"mla"``, ``"sparse_mla"`` or ``"attention"``, see `kind_of`.
-        title: what they are called in a sentence: ``"MLA"``.
-        part, of_model, deterministic: as of a `SglangLayerClaim`.
         choose: called with sglang's ModelRunner and the full-attention backend that it has built,
             pools allocated. Returns a class, which is built with the same two arguments, stands in
             that backend's place and may hand it what it does not serve; or the reason why
@@ -85,15 +92,9 @@ class SglangBackendClaim:
             registration. Report an error through `backend_core.strict.fallback`; a refusal is text.
     """
 
-    kind: str
-    title: str
-    part: Part
-    of_model: Callable[[ModelConfig], bool]
     choose: Callable[[Any, Any], type | str]
-    deterministic: bool = False
 
 
-Claim: TypeAlias = SglangLayerClaim | SglangBackendClaim
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner"
 _REQUESTED = "_kda_dsv4_requested"  # on ServerArgs, which sglang pickles to its schedulers
 _OTHER_FLAGS = (
@@ -151,20 +152,17 @@ def _register_hooks() -> None:
 def _wrap_model_runner(module: ModuleType) -> None:
     """Before its weights are loaded hold what is relied on, before its pools are sized reserve."""
     for name, act in (("load_model", _hold), ("alloc_memory_pool", _reserve)):
-        upstream = getattr(module.ModelRunner, name)
-        if not hasattr(upstream, "_kda_dsv4"):
-            setattr(module.ModelRunner, name, _after(act, upstream))
+        _act_before(module.ModelRunner, name, act)
 
 
-def _after(act: Callable[[Any], None], upstream: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(upstream)
+def _act_before(runner: Any, name: str, act: Callable[[Any], None]) -> None:
+    upstream = getattr(runner, name)
+
+    @in_place_of(runner, name)
     def act_and_go_on(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_requested(self.server_args):
             act(self)
         return upstream(self, *args, **kwargs)
-
-    act_and_go_on._kda_dsv4 = True  # type: ignore[attr-defined]
-    return act_and_go_on
 
 
 def _hold(runner: Any) -> None:

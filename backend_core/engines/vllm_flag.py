@@ -351,24 +351,6 @@ class PlatformDelegate(AttentionBackend):  # type: ignore[misc]
     def get_name() -> str:
         return "KDA_DSV4"
 
-    @staticmethod
-    def get_impl_cls() -> Any:
-        raise NotImplementedError("the chosen backend implements the layers")
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        raise NotImplementedError("the chosen backend builds its metadata")
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        raise NotImplementedError("the chosen backend lays its cache out")
-
 
 def _take_choice() -> type[AttentionBackend]:
     global _chosen

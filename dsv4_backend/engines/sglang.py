@@ -19,20 +19,20 @@ from dsv4_backend.engines import seam_list
 def register() -> None:
     """Make ``dsv4`` mean this package; see `sglang_flag.register_family` for what it raises."""
     v4 = SglangLayerClaim(
-        "compressor",
-        "DeepSeek-V4 compressor",
-        seam_list.SGLANG_V4,
-        lambda config: config.get("model_type") == "deepseek_v4",
-        _has_v4,
-        _install_v4,
+        kind="compressor",
+        title="DeepSeek-V4 compressor",
+        part=seam_list.SGLANG_V4,
+        of_model=lambda config: config.get("model_type") == "deepseek_v4",
+        present=_has_v4,
+        install=_install_v4,
     )
     v41 = SglangLayerClaim(
-        "compressor",
-        "DeepSeek-V4.1 compressor",
-        seam_list.SGLANG_V41,
-        lambda config: config.get("model_type") == "deepseek_v41",
-        _has_v41,
-        _install_v41,
+        kind="compressor",
+        title="DeepSeek-V4.1 compressor",
+        part=seam_list.SGLANG_V41,
+        of_model=lambda config: config.get("model_type") == "deepseek_v41",
+        present=_has_v41,
+        install=_install_v41,
     )
     register_family("dsv4", [v4, v41])
 

@@ -34,8 +34,8 @@ from dsv4_backend import (
     compress_v41_,
     warm_up,
 )
-from dsv4_backend.engines import v41_paths
 from dsv4_backend.engines.sglang_compressor import pages_of
+from dsv4_backend.engines.v41_paths import say_paths
 from dsv4_backend.spec import ROPE_DIM
 
 _EAGER, _TORCH, _FUSED = (f"_low_ratio_compress{end}" for end in ("", "_torch", "_fused"))
@@ -175,7 +175,7 @@ class V41Steps:
                 try:
                     tensors = _rings(state, ring_rows), pages_of(main), pages_of(index)
                     ours = _layer(layer, pool.get_extra_key_page_size(at), index.shape[1])
-                    _say_paths(main.device, ours.spec)
+                    say_paths(say, main.device, ours.spec)
                     rows = project()
                     call = V41Call(ours, rows[0], *tensors, rows[1])
                     for firsts in (None, pos[:1].int() if starts is None else starts):
@@ -260,9 +260,3 @@ def _layer(layer: Any, page_tokens: int, key_page_bytes: int) -> V41Layer:
         indexer.k_norm.weight.detach(),
         torch.view_as_real(layer.freqs_cis).flatten(-2),
     )
-
-
-@functools.cache
-def _say_paths(device: torch.device, spec: V41Spec) -> None:
-    """Log once which paths serve a kind of compressor."""
-    say(*v41_paths.lines_of(device, spec))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from backend_core.engines.log import chosen
@@ -10,8 +13,9 @@ from dsv4_backend.spec import V41Spec
 from dsv4_backend.v41_step import v41_selection
 
 
-def lines_of(device: torch.device, spec: V41Spec) -> list[str]:
-    """The lines for a kind of compressor.
+@functools.cache
+def say_paths(say: Callable[..., None], device: torch.device, spec: V41Spec) -> None:
+    """Log once, by the engine's ``say``, which paths serve a kind of compressor.
 
     Raises:
         LookupError: no path serves it on this device.
@@ -21,4 +25,4 @@ def lines_of(device: torch.device, spec: V41Spec) -> list[str]:
     paths = ", ".join(dict.fromkeys(row.name for row in selection.rows))
     formats = f"{spec.main.cache_format}, {spec.index.cache_format}"
     layers = f"DeepSeek-V4.1's compressors of ratio {spec.compress_ratio} ({formats})"
-    return [*chosen(layers, target, paths, (), (selection,))]
+    say(*chosen(layers, target, paths, (), (selection,)))

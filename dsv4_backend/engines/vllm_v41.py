@@ -42,7 +42,7 @@ from dsv4_backend import (
     compress_v41_,
     warm_up,
 )
-from dsv4_backend.engines import v41_paths
+from dsv4_backend.engines.v41_paths import say_paths
 from dsv4_backend.engines.vllm_states import with_plans
 from dsv4_backend.spec import KEY_DIM, LATENT_DIM, ROPE_DIM, CacheFormat
 
@@ -60,7 +60,7 @@ def adopt(attention: Any, vllm_config: VllmConfig) -> str | None:
     tokens = block_tokens(attention, vllm_config) // int(compressor.compress_ratio)
     try:
         spec = _spec(attention, tokens, tokens)
-        _say_paths(device, spec)
+        say_paths(say, device, spec)
     except (LookupError, ValueError) as error:
         return str(error)
     compressor.__class__ = V41Compressor
@@ -129,12 +129,6 @@ def _spec(attention: Any, main_tokens: int, index_tokens: int) -> V41Spec:
         rope_layout="split",
         eps=attention.compressor.rms_norm_eps,
     )
-
-
-@functools.cache
-def _say_paths(device: torch.device, spec: V41Spec) -> None:
-    """Log once which paths serve a kind of compressor."""
-    say(*v41_paths.lines_of(device, spec))
 
 
 class V41Compressor(DeepseekCompressor):  # type: ignore[misc]

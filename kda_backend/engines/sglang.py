@@ -22,13 +22,13 @@ from kda_backend.family import model_refusal
 def register() -> None:
     """Make ``kda`` known to sglang; see `sglang_flag.register_family` for what it raises."""
     claim = SglangLayerClaim(
-        "linear_attention",
-        "Kimi Delta Attention",
-        sglang_seams.SGLANG_LAYERS,
-        lambda config: model_refusal(config) is None,
-        _present,
-        _install,
-        _reserve,
+        kind="linear_attention",
+        title="Kimi Delta Attention",
+        part=sglang_seams.SGLANG_LAYERS,
+        of_model=lambda config: model_refusal(config) is None,
+        present=_present,
+        install=_install,
+        reserve=_reserve,
         deterministic=True,
     )
     if not register_family("kda", [claim]):

@@ -10,7 +10,6 @@ the host.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -18,10 +17,9 @@ import numpy as np
 from sglang.srt.runtime_context import get_spec
 
 from backend_core.engines import seams
+from backend_core.engines.in_place import in_place_of, is_ours
 from backend_core.engines.sglang_flag import say
 from kda_backend.engines.sglang_seams import SGLANG_NGRAM
-
-_INSTALLED = "_kda_dsv4"  # on the method in the place of upstream's
 
 
 def keep_one_path() -> None:
@@ -35,16 +33,14 @@ def keep_one_path() -> None:
         return
     corpus = importlib.import_module("sglang.srt.speculative.cpp_ngram.ngram_corpus").NgramCorpus
     upstream = corpus.batch_get
-    if hasattr(upstream, _INSTALLED):
+    if is_ours(upstream):
         return
 
-    @functools.wraps(upstream)
+    @in_place_of(corpus, "batch_get")
     def batch_get(self: Any, *args: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         tokens, mask = upstream(self, *args, **options)
         return chains(tokens, mask, self.draft_token_num)
 
-    setattr(batch_get, _INSTALLED, True)
-    corpus.batch_get = batch_get
     say("n-gram drafts: the longest path of each tree is verified, as a chain")
 
 

@@ -147,7 +147,7 @@ def reserve(runner: Any, layer: Any, selection: KdaSelection, *, one_launch: boo
     if not flag_given and not draft_records.wanted(selection.target, drafts, FEWEST_TOKENS):
         return
     reason = seams.refusal(SGLANG_DRAFTS) or seams.refusal(SGLANG_RECORDS)
-    reason = reason or refusal(runner, layer, selection, one_launch)
+    reason = reason or refusal(layer, selection, one_launch)
     if reason is None and not flag_given:
         reason = _refusal_of_flag()
     if reason is not None:
@@ -172,7 +172,7 @@ def reserve(runner: Any, layer: Any, selection: KdaSelection, *, one_launch: boo
     )
 
 
-def refusal(runner: Any, layer: Any, selection: KdaSelection, one_launch: bool) -> str | None:
+def refusal(layer: Any, selection: KdaSelection, one_launch: bool) -> str | None:
     """Why the drafts of a server are not kept as records of ours, or ``None``."""
     mamba, memory = get_exec().mamba, get_memory()
     if get_spec().speculative_algorithm is None:

@@ -10,12 +10,12 @@ into the pools itself. Drafts that form a tree, and what else `refusal` names, s
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.layers.attention.linear.utils import pp_spec_stable_rows_enabled
 
 from backend_core.engines import seams
 from backend_core.strict import fallback
@@ -70,16 +70,11 @@ def refusal(backend: Any, cache: Any, target: Target, *, one_launch: bool) -> st
         return "SGLANG_OPT_FUSED_KDA_VERIFY asks for a kernel of sglang's own"
     if cache.intermediate_ssm is None:
         return "--enable-linear-replayssm-spec keeps records of sglang's own, not states"
-    if _rows_of_requests():
+    if pp_spec_stable_rows_enabled():
         return "SGLANG_ENABLE_PP_SPEC gives each request a row of the buffers, not each batch's"
     if not one_launch:
         return "the convolution has another width, or there are fewer key than value heads"
     return None
-
-
-def _rows_of_requests() -> bool:
-    utils = importlib.import_module("sglang.srt.layers.attention.linear.utils")
-    return bool(utils.pp_spec_stable_rows_enabled())
 
 
 def verify_layer(

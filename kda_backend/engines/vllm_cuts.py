@@ -12,17 +12,16 @@ takes all prompts.
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
 from backend_core.engines import seams
+from backend_core.engines.in_place import in_place_of
 from backend_core.engines.vllm_flag import batch_invariant, requested, say
 from backend_core.strict import fallback
 from kda_backend.engines.vllm_seams import VLLM_CUTS
 from kda_backend.spec import CHUNK
 
-_INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
 LEAST = 2 * CHUNK
 """Tokens that a step must be able to take of a prompt: the last cut leaves two tokens or more."""
 
@@ -33,10 +32,8 @@ def leave_prefixes(module: ModuleType) -> None:
     if seams.difference(VLLM_CUTS) is not None:
         return
     upstream = module.VllmConfig.try_verify_and_update_config
-    if hasattr(upstream, _INSTALLED):
-        return
 
-    @functools.wraps(upstream)
+    @in_place_of(module.VllmConfig, "try_verify_and_update_config")
     def verify_and_update(self: Any) -> None:
         if wanted(self) and self.cache_config.enable_prefix_caching:
             self.cache_config.enable_prefix_caching = False
@@ -46,9 +43,6 @@ def leave_prefixes(module: ModuleType) -> None:
             )
         upstream(self)
 
-    setattr(verify_and_update, _INSTALLED, True)
-    module.VllmConfig.try_verify_and_update_config = verify_and_update
-
 
 def cut_prompts(module: ModuleType) -> None:
     """Let ``Scheduler`` of vLLM's module ``vllm.v1.core.sched.scheduler`` cut prompts at multiples
@@ -56,19 +50,14 @@ def cut_prompts(module: ModuleType) -> None:
     if seams.difference(VLLM_CUTS) is not None:
         return
     upstream = module.Scheduler.__init__
-    if hasattr(upstream, _INSTALLED):
-        return
 
-    @functools.wraps(upstream)
+    @in_place_of(module.Scheduler, "__init__")
     def init(self: Any, *args: Any, **options: Any) -> None:
         upstream(self, *args, **options)
         if wanted(self.vllm_config) and refusal(self.vllm_config) is None:
             self.need_mamba_block_aligned_split = True
             self._mamba_block_aligned_split = tokens_to_cut
             say(f"prompts are cut at multiples of {CHUNK} tokens (VLLM_BATCH_INVARIANT)")
-
-    setattr(init, _INSTALLED, True)
-    module.Scheduler.__init__ = init
 
 
 def read_from_the_cache(module: ModuleType) -> None:
@@ -77,12 +66,9 @@ def read_from_the_cache(module: ModuleType) -> None:
     for any number of tokens; a second call changes nothing."""
     if seams.difference(VLLM_CUTS) is not None:
         return
-    builder = module.MLACommonMetadataBuilder
-    upstream = builder.__init__
-    if hasattr(upstream, _INSTALLED):
-        return
+    upstream = module.MLACommonMetadataBuilder.__init__
 
-    @functools.wraps(upstream)
+    @in_place_of(module.MLACommonMetadataBuilder, "__init__")
     def init(
         self: Any,
         kv_cache_spec: Any,
@@ -101,9 +87,6 @@ def read_from_the_cache(module: ModuleType) -> None:
             )
             return
         self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens
-
-    setattr(init, _INSTALLED, True)
-    builder.__init__ = init
 
 
 def wanted(vllm_config: Any) -> bool:

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from backend_core.engines.seams import Part
 from kda_backend.engines.vllm_convs import SeparateConvs
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints
-from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
+from kda_backend.engines.vllm_states import HonoursStateDtype, become_upstreams
 from kda_backend.engines.vllm_tables import breaks_without_tables
 
 
@@ -31,8 +31,7 @@ def layer_class(upstream: Any, part: Part) -> Any:
         ) -> None:
             super().__init__(config, vllm_config, prefix, **options)
             if not self.take_over(vllm_config, part, checkpoints=self.exports):
-                expect_upstreams_dtype(self, upstream, vllm_config)
-                self.__class__ = upstream
+                become_upstreams(self, upstream, vllm_config)
 
         def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             """Run as upstream does: ``hidden_states [T, hidden]``."""

@@ -13,17 +13,16 @@ holds these layers too (`vllm_tables`), and is replayed where the step's request
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
 from backend_core.engines import seams
+from backend_core.engines.in_place import in_place_of
 from backend_core.engines.vllm_flag import batch_invariant, requested, say
 from kda_backend.engines.prefill_graphs import most_tokens, sizes
 from kda_backend.engines.vllm_seams import VLLM_CAPTURE, VLLM_GRAPHS
 from kda_backend.family import model_refusal
 
-_INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
 _TABLES = "_kda_dsv4_tables"  # on a CudaGraphManager
 _OF_DECODES = "_kda_dsv4_of_decodes"  # on a CompilationConfig: tokens of the largest such graph
 
@@ -32,10 +31,10 @@ def install(config_module: ModuleType) -> None:
     """Let ``VllmConfig`` of vLLM's module ``vllm.config.vllm`` add the sizes to its own; a second
     call changes nothing."""
     upstream = getattr(config_module.VllmConfig, "_set_cudagraph_sizes", None)
-    if upstream is None or hasattr(upstream, _INSTALLED):
+    if upstream is None:
         return
 
-    @functools.wraps(upstream)
+    @in_place_of(config_module.VllmConfig, "_set_cudagraph_sizes")
     def set_sizes(self: Any) -> None:
         compilation = self.compilation_config
         said = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size)
@@ -43,18 +42,15 @@ def install(config_module: ModuleType) -> None:
         if said == (None, None) and requested(self) is not None and refusal(self) is None:
             add_sizes(self, upstream)
 
-    setattr(set_sizes, _INSTALLED, True)
-    config_module.VllmConfig._set_cudagraph_sizes = set_sizes
-
 
 def leave_decodes(runner_module: ModuleType) -> None:
     """Let ``CudaGraphManager`` of vLLM's module ``vllm.v1.worker.gpu.cudagraph_utils`` capture the
     added sizes for steps with prefills alone; a second call changes nothing."""
     upstream = getattr(runner_module.CudaGraphManager, "_init_candidates", None)
-    if upstream is None or hasattr(upstream, _INSTALLED):
+    if upstream is None:
         return
 
-    @functools.wraps(upstream)
+    @in_place_of(runner_module.CudaGraphManager, "_init_candidates")
     def init_candidates(self: Any) -> None:
         upstream(self)
         most = getattr(self.compilation_config, _OF_DECODES, None)
@@ -69,9 +65,6 @@ def leave_decodes(runner_module: ModuleType) -> None:
             for key, graphs in table.items():
                 table[key] = kept(graphs)
 
-    setattr(init_candidates, _INSTALLED, True)
-    runner_module.CudaGraphManager._init_candidates = init_candidates
-
 
 def capture_layers(runner_module: ModuleType) -> None:
     """Let ``CudaGraphManager`` of vLLM's module ``vllm.v1.worker.gpu.cudagraph_utils`` capture a
@@ -81,10 +74,8 @@ def capture_layers(runner_module: ModuleType) -> None:
         return
     manager = runner_module.CudaGraphManager
     init, run = manager.init_breakable_cg_runner, manager.run_pw_graph
-    if hasattr(run, _INSTALLED):
-        return
 
-    @functools.wraps(init)
+    @in_place_of(manager, "init_breakable_cg_runner")
     def init_runner(self: Any, model: Any, key_fn: Any = None) -> None:
         if (
             self.breakable_cg_runner is None
@@ -99,7 +90,7 @@ def capture_layers(runner_module: ModuleType) -> None:
                 key_fn = _runs_on_tables
         init(self, model, key_fn)
 
-    @functools.wraps(run)
+    @in_place_of(manager, "run_pw_graph")
     def run_graph(self: Any, model: Any, model_inputs: dict[str, Any]) -> Any:
         tables = vars(self).get(_TABLES)
         if tables is None:
@@ -124,9 +115,6 @@ def capture_layers(runner_module: ModuleType) -> None:
         context.moe_layer_index = 0
         run(self, model, model_inputs)
         return output
-
-    setattr(run_graph, _INSTALLED, True)
-    manager.init_breakable_cg_runner, manager.run_pw_graph = init_runner, run_graph
 
 
 def _tables_of(model: Any, device: Any) -> Any:

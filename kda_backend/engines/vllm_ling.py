@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from backend_core.engines.seams import Part
 from kda_backend.engines.vllm_convs import SeparateConvs
-from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
+from kda_backend.engines.vllm_states import HonoursStateDtype, become_upstreams
 
 _OP = "kda_dsv4_core"
 
@@ -59,8 +59,7 @@ def layer_class(upstream: Any, part: Part) -> Any:
             vllm_config = get_current_vllm_config()
             self.kda_lower_bound = self.lower_bound if self.safe_gate else None
             if not self.take_over(vllm_config, part):
-                expect_upstreams_dtype(self, upstream, vllm_config)
-                self.__class__ = upstream
+                become_upstreams(self, upstream, vllm_config)
                 return
             # prefills run outside of CUDA graphs, as with upstream's own operator
             splitting = vllm_config.compilation_config.splitting_ops

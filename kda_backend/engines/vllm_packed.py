@@ -19,7 +19,7 @@ from backend_core.engines.seams import Part
 from kda_backend.contract.values import GateSpec
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.engines.vllm_metadata import ExportsCheckpoints, KeepsLengths
-from kda_backend.engines.vllm_states import HonoursStateDtype, expect_upstreams_dtype
+from kda_backend.engines.vllm_states import HonoursStateDtype, become_upstreams
 from kda_backend.engines.vllm_tables import breaks_without_tables
 from kda_backend.layer import LayerWeights
 
@@ -48,8 +48,7 @@ def layer_class(upstream: Any, part: Part) -> Any:
                 checkpoints=self.exports,
             )
             if self.kda_runtime is None:
-                expect_upstreams_dtype(self, upstream, vllm_config)
-                self.__class__ = upstream
+                become_upstreams(self, upstream, vllm_config)
 
         @breaks_without_tables
         def _forward(

@@ -28,11 +28,10 @@ from vllm.v1.attention.backends.recoverssm_metadata import (
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
 
+from backend_core.engines.in_place import in_place_of
 from backend_core.engines.vllm_flag import say
 from kda_backend.contract.values import Records
 from kda_backend.engines.draft_records import VARIABLE
-
-_INSTALLED = "_kda_dsv4"  # on the function in the place of upstream's
 
 
 @dataclass
@@ -82,10 +81,8 @@ def _commit_in_runner() -> None:
     """Let ``MambaHybridModelState``, which the runner makes once a model is built, commit records
     of ours as it does Kimi-K3's; a second call changes nothing."""
     upstream = MambaHybridModelState.__init__
-    if hasattr(upstream, _INSTALLED):
-        return
 
-    @functools.wraps(upstream)
+    @in_place_of(MambaHybridModelState, "__init__")
     def init(self: Any, vllm_config: Any, model: Any, *args: Any, **options: Any) -> None:
         upstream(self, vllm_config, model, *args, **options)
         kept = (getattr(layer, "recoverssm_records", None) for layer in model.modules())
@@ -93,9 +90,6 @@ def _commit_in_runner() -> None:
             if isinstance(records, LayerRecords):
                 records.committed = True
                 self.recoverssm = self.recoverssm or RecoverSSMState()
-
-    setattr(init, _INSTALLED, True)
-    MambaHybridModelState.__init__ = init
 
 
 @dataclass

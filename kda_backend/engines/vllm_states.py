@@ -31,25 +31,26 @@ class HonoursStateDtype:
         return _state_dtype(self.model_config, self.cache_config)
 
 
-def expect_upstreams_dtype(layer: Any, upstream: Any, vllm_config: VllmConfig) -> None:
-    """A layer that is about to become upstream's, under the flag.
+def become_upstreams(layer: Any, upstream: Any, vllm_config: VllmConfig) -> None:
+    """Turn a layer of ours into one of ``upstream``, its base class.
 
     Raises:
-        ValueError: upstream's keeps states of another dtype than its pages were made for.
+        ValueError: under the flag, where upstream's keeps states of another dtype than its pages
+            were made for.
     """
-    if requested(vllm_config) is None:
-        return
-    asked = layer.get_state_dtype()[1]
-    try:
-        kept = str(upstream.get_state_dtype(layer)[1])
-    except ValueError as error:
-        kept = f"others alone ({error})"
-    if str(asked) != kept:
-        raise ValueError(
-            f"--mamba-ssm-cache-dtype asks for states in {asked}, and vLLM's own layer, which"
-            f" serves {layer.prefix} for the reason that the log gives, keeps them in {kept}: serve"
-            " without this option"
-        )
+    if requested(vllm_config) is not None:
+        asked = layer.get_state_dtype()[1]
+        try:
+            kept = str(upstream.get_state_dtype(layer)[1])
+        except ValueError as error:
+            kept = f"others alone ({error})"
+        if str(asked) != kept:
+            raise ValueError(
+                f"--mamba-ssm-cache-dtype asks for states in {asked}, and vLLM's own layer, which"
+                f" serves {layer.prefix} for the reason that the log gives, keeps them in {kept}:"
+                " serve without this option"
+            )
+    layer.__class__ = upstream
 
 
 def honour_in_model(module: ModuleType, name: str) -> None:

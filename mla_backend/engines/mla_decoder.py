@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from backend_core.engines.log import chosen
 from backend_core.operator import Selection
 from backend_core.target import Target
 from mla_backend.api import mla_decode
-from mla_backend.beside import Beside, select_beside
+from mla_backend.beside import Beside, result_file, select_beside, sizes_in_words
 from mla_backend.contract.mla_decode import by_request, split_cache
 from mla_backend.decode import MlaPath
 from mla_backend.plan.planner import MAX_PREFIX_REQUESTS, MAX_TILES, MlaPlanner
@@ -35,6 +36,29 @@ def decode_paths(
     """
     specs = {tokens: MlaSpec(heads, page_size, query_tokens=tokens) for tokens in query_tokens}
     return select_beside("mla_decode", target, specs, kernel)
+
+
+def describe(paths: Beside[int, MlaSpec], target: Target, heads: int, upstream: str) -> list[str]:
+    """Lines for a log: which decode steps run here, and which stay the engine's.
+
+    Args:
+        heads: of a rank; upstream: the name of the engine's backend.
+    """
+    layers, lines = f"MLA with {heads} heads per rank", []
+
+    def steps(tokens: int) -> str:
+        return "" if tokens == 1 else f" with {tokens} query tokens each"
+
+    for tokens, selection in paths.served.items():
+        what = (
+            f"decode steps of {sizes_in_words(selection)} requests{steps(tokens)} are planned, run"
+            f" and combined here, where {result_file(selection)} has them ahead; others and"
+            f" prefills stay {upstream}'s"
+        )
+        lines += chosen(layers, target, what, selection.explained)
+    for tokens, why in paths.refused.items():
+        lines += chosen(layers, target, f"decode steps{steps(tokens)} stay {upstream}'s: {why}")
+    return lines
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel, get_spec
 
-from backend_core.engines.log import chosen
 from backend_core.engines.sglang_flag import (
     SglangBackendClaim,
     SglangLayerClaim,
@@ -24,9 +23,8 @@ from backend_core.engines.sglang_flag import (
 )
 from backend_core.family import ModelConfig
 from backend_core.target import detect_target
-from mla_backend.beside import result_file, sizes_in_words
 from mla_backend.engines import seam_list
-from mla_backend.engines.mla_decoder import decode_paths
+from mla_backend.engines.mla_decoder import decode_paths, describe
 from mla_backend.engines.sglang_facts import KERNELS, PAGE_MULTIPLE, mla_layers
 from mla_backend.family import model_refusal
 
@@ -34,19 +32,19 @@ from mla_backend.family import model_refusal
 def register() -> None:
     """Make ``mla`` known; see `sglang_flag.register_family` for what it raises."""
     dense = SglangBackendClaim(
-        "mla",
-        "MLA",
-        seam_list.SGLANG_DENSE,
-        lambda config: not _is_v4(config) and model_refusal(config) is None,
-        choose,
+        kind="mla",
+        title="MLA",
+        part=seam_list.SGLANG_DENSE,
+        of_model=lambda config: not _is_v4(config) and model_refusal(config) is None,
+        choose=choose,
     )
     sparse = SglangLayerClaim(
-        "sparse_mla",
-        "DeepSeek-V4 attention",
-        seam_list.SGLANG_SPARSE,
-        _is_v4,
-        _present,
-        _install,
+        kind="sparse_mla",
+        title="DeepSeek-V4 attention",
+        part=seam_list.SGLANG_SPARSE,
+        of_model=_is_v4,
+        present=_present,
+        install=_install,
     )
     register_family("mla", [dense, sparse])
 
@@ -74,17 +72,7 @@ def choose(runner: Any, upstream: Any) -> type | str:
         )
     from mla_backend.engines import sglang_mla
 
-    selection = paths.served[1]
-    say(
-        *chosen(
-            f"MLA with {heads} heads per rank",
-            target,
-            f"decode steps of {sizes_in_words(selection)} requests are planned, run and combined"
-            f" here, where {result_file(selection)} has them ahead; others and prefills stay"
-            f" {name}'s",
-            selection.explained,
-        )
-    )
+    say(*describe(paths, target, heads, name))
     return sglang_mla.SplitKvAttnBackend
 
 

@@ -11,7 +11,6 @@ that number.
 
 from __future__ import annotations
 
-import functools
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from sglang.srt.layers.attention import flashattention_backend
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
+from backend_core.engines.in_place import in_place_of
 from backend_core.target import detect_target
 from mla_backend.engines.mla_decoder import MlaDecoder, MlaStep
 from mla_backend.engines.sglang_facts import KERNELS, mla_layers
@@ -94,16 +94,11 @@ class SplitKvAttnBackend(FlashAttentionBackend):  # type: ignore[misc]
 def _install() -> None:
     """Let the backend's calls of FlashAttention ask for a planned step first."""
     upstream = getattr(flashattention_backend, _CALL)
-    if hasattr(upstream, "_kda_dsv4"):
-        return
 
-    @functools.wraps(upstream)
+    @in_place_of(flashattention_backend, _CALL)
     def flash_attn_with_kvcache(*args: Any, **call: Any) -> Any:
         step = _step.get()
         return upstream(*args, **call) if step is None else attend(step, call)
-
-    flash_attn_with_kvcache._kda_dsv4 = True  # type: ignore[attr-defined]
-    setattr(flashattention_backend, _CALL, flash_attn_with_kvcache)
 
 
 def attend(step: MlaStep, call: dict[str, Any]) -> torch.Tensor:

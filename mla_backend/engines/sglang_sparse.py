@@ -20,6 +20,7 @@ from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBacken
 from sglang.srt.models.deepseek_v4 import MQALayer
 from sglang.srt.runtime_context import get_schedule, max_speculative_num_draft_tokens
 
+from backend_core.engines.in_place import in_place_of
 from backend_core.engines.sglang_flag import say
 from backend_core.strict import fallback
 from backend_core.target import detect_target
@@ -152,15 +153,12 @@ def _take_over(backend: Any, served: dict[int, SparseLayer]) -> None:
 
     backend._forward_prefill_sparse = forward_prefill_sparse
     upstream = flash_mla_interface.flash_mla_sparse_fwd
-    if not hasattr(upstream, "_kda_dsv4"):
 
-        def flash_mla_sparse_fwd(*args: Any, **call: Any) -> Any:
-            if args:  # another model's
-                return upstream(*args, **call)
-            return _here_or_there(_layer.get(), PREFILL, upstream, call)
-
-        flash_mla_sparse_fwd._kda_dsv4 = True  # type: ignore[attr-defined]
-        flash_mla_interface.flash_mla_sparse_fwd = flash_mla_sparse_fwd
+    @in_place_of(flash_mla_interface, PREFILL)
+    def flash_mla_sparse_fwd(*args: Any, **call: Any) -> Any:
+        if args:  # another model's
+            return upstream(*args, **call)
+        return _here_or_there(_layer.get(), PREFILL, upstream, call)
 
 
 def _here_or_there(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from backend_core.engines import seams, vllm_flag
-from backend_core.engines.log import chosen
 from backend_core.engines.vllm_flag import (
     Request,
     VllmBackendClaim,
@@ -26,12 +25,11 @@ from backend_core.engines.vllm_flag import (
     say,
 )
 from backend_core.strict import fallback
-from backend_core.target import Target, detect_target
-from mla_backend.beside import Beside, result_file, sizes_in_words
+from backend_core.target import detect_target
 from mla_backend.engines import seam_list
-from mla_backend.engines.mla_decoder import decode_paths
+from mla_backend.engines.mla_decoder import decode_paths, describe
 from mla_backend.engines.vllm_facts import KERNELS, one_rank_refusal, query_tokens
-from mla_backend.spec import LATENT_DIM, ROPE_DIM, MlaSpec
+from mla_backend.spec import LATENT_DIM, ROPE_DIM
 
 FAMILY = "mla"
 SPARSE = ("vllm.models.deepseek_v4.attention", "vllm.models.deepseek_v41.attention")
@@ -103,7 +101,7 @@ def choose(request: Request) -> type[Any] | str:
         return reason
     from mla_backend.engines import vllm_mla
 
-    _explain(paths, request.num_heads, name, target)
+    say(*describe(paths, target, request.num_heads, name))
     return vllm_mla.BACKENDS[name]
 
 
@@ -131,20 +129,3 @@ def _engine_refusal(request: Request) -> str | None:
     if batch_invariant():
         return "VLLM_BATCH_INVARIANT is set, and plans change with the batch"
     return one_rank_refusal(request.vllm_config.parallel_config)
-
-
-def _explain(paths: Beside[int, MlaSpec], heads: int, name: str, target: Target) -> None:
-    layers = f"MLA with {heads} heads per rank"
-
-    def steps(tokens: int) -> str:
-        return "" if tokens == 1 else f" with {tokens} query tokens each"
-
-    for tokens, selection in paths.served.items():
-        what = (
-            f"decode steps of {sizes_in_words(selection)} requests{steps(tokens)} are planned, run"
-            f" and combined here, where {result_file(selection)} has them ahead; others and"
-            f" prefills stay {name}'s"
-        )
-        say(*chosen(layers, target, what, selection.explained))
-    for tokens, why in paths.refused.items():
-        say(*chosen(layers, target, f"decode steps{steps(tokens)} stay {name}'s: {why}"))

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 
+from backend_core.engines.in_place import in_place_of
 from backend_core.engines.vllm_blocks import block_tokens
 from backend_core.engines.vllm_flag import batch_invariant, log_failed_step, say
 from backend_core.target import Target, detect_target
@@ -49,8 +49,7 @@ def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
     kind: Any = type(layer)
     flashmla = sys.modules[kind.__module__]  # of this kind, which calls FlashMLA by these names
     for name in (DECODE, PREFILL):
-        if not hasattr(upstream := getattr(flashmla, name), "_kda_dsv4"):
-            setattr(flashmla, name, _here_or_there(name, upstream))
+        _let_layers_call_here(flashmla, name)
     try:
         served = _sparse_layer(layer, vllm_config)
     except LookupError as error:
@@ -159,11 +158,11 @@ def _served_kind(upstream: Any) -> Any:
     return type("SparseAttention", (SparseAttention, upstream), {})
 
 
-def _here_or_there(name: str, upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a stand-in for FlashMLA's function in vLLM's module: ours, for layers it serves."""
-    phase = "decode" if name == DECODE else "prefill"
+def _let_layers_call_here(flashmla: Any, name: str) -> None:
+    """Let FlashMLA's function in vLLM's module be ours for layers that are served."""
+    phase, upstream = "decode" if name == DECODE else "prefill", getattr(flashmla, name)
 
-    @functools.wraps(upstream)
+    @in_place_of(flashmla, name)
     def call(*args: Any, **arguments: Any) -> Any:
         layer = _layer.get()
         # vLLM's attention layer names the arguments of these calls
@@ -174,6 +173,3 @@ def _here_or_there(name: str, upstream: Callable[..., Any]) -> Callable[..., Any
         except Exception as error:
             log_failed_step(f"sparse attention {layer.prefix}", error)
             raise
-
-    call._kda_dsv4 = True  # type: ignore[attr-defined]
-    return call

@@ -33,9 +33,10 @@ def families(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def claim(answer: type | str, kind: str = "attention") -> tuple[SglangBackendClaim]:
-    return (
-        SglangBackendClaim(kind, "full-attention", PART, bool, lambda runner, upstream: answer),
+    made = SglangBackendClaim(
+        kind=kind, title="full-attention", part=PART, of_model=bool, choose=lambda *_: answer
     )
+    return (made,)
 
 
 def test_two_families_serve_one_model(families: Any, log_lines: list[str]) -> None:

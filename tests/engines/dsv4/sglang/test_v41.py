@@ -31,6 +31,7 @@ from backend_core.target import KNOWN_TARGETS
 from dsv4_backend import RecordSpec, V41Layer, reference, v41_step
 from dsv4_backend.engines import sglang as flag
 from dsv4_backend.engines import sglang_v41 as adapter
+from dsv4_backend.engines.v41_paths import say_paths
 from dsv4_backend.testing import v41 as kit
 from dsv4_backend.testing.engine import Chunk
 from dsv4_backend.testing.oracle import within_one_code
@@ -394,7 +395,7 @@ def test_blackwells_rows_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_log_says_once_which_paths_serve_a_ratio(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    adapter._say_paths.cache_clear()
+    say_paths.cache_clear()
     served = Served(monkeypatch, True)
     for chunks in STEPS[:2]:
         served.run(chunks)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,7 @@ from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKerne
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
-from backend_core.engines import seams, sglang_flag
+from backend_core.engines import entry, seams, sglang_flag
 from backend_core.engines.sglang_flag import build_backend
 from backend_core.strict import FallbackError
 from kda_backend.engines import sglang, sglang_layer
@@ -24,17 +22,18 @@ from kda_backend.engines.sglang_kernel import KdaKernel
 from kda_backend.engines.sglang_seams import SGLANG_LAYERS
 from tests.engines.kda.sglang.harness import Served, server_args
 
-ROOT = Path(__file__).parents[4]
 
-
-def test_sglangs_own_loader_has_run_the_plugin() -> None:
+def test_sglangs_own_loader_has_run_the_plug_ins() -> None:
     assert ATTENTION_BACKEND_CHOICES.count("kda") == 1
+    assert ATTENTION_BACKEND_CHOICES.count("dsv4") == 1  # which sglang has too
+    assert set(sglang_flag._families) == {"kda", "dsv4", "mla"}
     assert "kda" in attention_registry.ATTENTION_BACKENDS
-    ours = {target for target, hooks in HookRegistry._hooks.items() if hooks}
-    assert len(ours) == 2
-    assert ours <= HookRegistry._patched  # sglang only logs a hook that finds no target
+    hooks = {target: len(found) for target, found in HookRegistry._hooks.items() if found}
+    assert list(hooks.values()) == [1, 1]
+    assert set(hooks) <= HookRegistry._patched  # sglang only logs a hook that finds no target
     sglang.register()
     assert ATTENTION_BACKEND_CHOICES.count("kda") == 1
+    assert hooks == {target: len(found) for target, found in HookRegistry._hooks.items() if found}
 
 
 def test_the_flag_leaves_every_other_decision_to_sglang() -> None:
@@ -161,78 +160,33 @@ def test_layers_of_another_release_stay_upstreams_and_it_is_said_before_weights_
     assert f"falling back to upstream's code: {reason}" in log_lines
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     loaded: list[object] = []
-    load = sglang_flag._after(sglang_flag._hold, loaded.append)
+    runner = SimpleNamespace(load_model=loaded.append)
+    sglang_flag._act_before(runner, "load_model", sglang_flag._hold)
     with pytest.raises(FallbackError, match="extend must take 5, got 6"):
-        load(served.runner)
+        runner.load_model(served.runner)
     assert not loaded
 
 
-LOAD = """
-{before}
-load_plugins()
-from tests.engines.kda.sglang.harness import server_args
-try:
-    server_args({options})
-    print("UPSTREAM SERVES", "kda_backend.engines.sglang_layer" in sys.modules)
-except SystemExit as error:
-    print("EXIT", error)
-"""
-FORKS = """
-import os, pathlib, sys
-from tests.engines.sglang_process import load_plugins
-import sglang.srt.plugins  # most of sglang, once for all of the processes
-for place in pathlib.Path(sys.argv[1]).iterdir():
-    child = os.fork()
-    if child == 0:
-        output = os.open(place / "output", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ["KDA_DSV4_STRICT"] = place.name[-1]
-        exec((place / "script").read_text())
-        break
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    (place / "status").write_text(str(status))
-"""
-UNSUPPORTED = (
-    "from backend_core.engines import entry\n"
-    "entry.difference = lambda part: 'sglang 9.0 does not fit'"
+@pytest.mark.parametrize(
+    ("broken", "line"),
+    [
+        (False, "sglang 9.0 does not fit; --attention-backend means sglang's own backends alone"),
+        (True, "could not register kda with sglang: ModuleNotFoundError"),
+    ],
 )
-BROKEN = "sys.modules['kda_backend.engines.sglang'] = None"
-
-
-CASES = [
-    (UNSUPPORTED, "", "0", "sglang 9.0 does not fit; --attention-backend means sglang"),
-    (UNSUPPORTED, "'--attention-backend', 'kda'", "0", "invalid choice: 'kda'"),
-    (UNSUPPORTED, "", "1", "sglang 9.0 does not fit; --attention-backend means sglang"),
-    (BROKEN, "", "0", "could not register kda with sglang: ModuleNotFoundError"),
-    (BROKEN, "", "1", "could not register kda with sglang: ModuleNotFoundError"),
-]
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For each case a folder with what its process printed, and its exit status."""
-    folder = tmp_path_factory.mktemp("processes")
-    for number, (before, options, strict, _) in enumerate(CASES):
-        place = folder / f"case {number}, strict {strict}"
-        place.mkdir()
-        (place / "script").write_text(LOAD.format(before=before, options=options))
-    subprocess.run([sys.executable, "-c", FORKS, folder], cwd=ROOT, timeout=600, check=True)
-    return folder
-
-
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_what_cannot_load_serves_stock_or_ends(ended: Path, number: int) -> None:
-    """In a process of its own: releases without the flag's hooks, broken installs; also strict."""
-    _, options, strict, line = CASES[number]
-    place = ended / f"case {number}, strict {strict}"
-    output = (place / "output").read_text()
-    assert output.count(line) == 1, output
-    if strict == "1":
-        assert (place / "status").read_text() == "1", output
-        assert "UPSTREAM SERVES" not in output
+def test_what_cannot_load_serves_stock_or_ends_in_strict_mode(
+    broken: bool, line: str, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release without the flag's hooks, and a broken install."""
+    if broken:
+        monkeypatch.setitem(sys.modules, sglang.__name__, None)
     else:
-        assert ("EXIT 2" if options else "UPSTREAM SERVES False") in output, output
+        monkeypatch.setattr(entry, "difference", lambda part: "sglang 9.0 does not fit")
+    entry.sglang.kda()
+    assert len(log_lines) == 1 and line in log_lines[0]
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    with pytest.raises(SystemExit, match=line):
+        entry.sglang.kda()
 
 
 def resolved(arguments: Any) -> dict[str, Any]:
