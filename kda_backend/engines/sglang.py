@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from backend_core.engines import seams
-from backend_core.engines.sglang_flag import SglangLayerClaim, register_family
+from backend_core.engines.sglang_flag import SglangLayerClaim, register_family, say
 from kda_backend.engines import sglang_seams
 from kda_backend.family import model_refusal
 
@@ -59,6 +59,9 @@ def _install(backend: Any, runner: Any) -> None:
 
     if runner.is_draft_worker:
         return  # Ling-V3's draft layer, softmax attention beside the pools of the model's own
+    if runner.server_args.pp_size > 1 and not sglang_layer.kda_layers(runner):
+        say("this stage of the pipeline has no KDA layers")
+        return
     sglang_ngram.keep_one_path()
     ours = sglang_layer.install(backend.linear_attn_backend, runner)
     sglang_records.install_commit(backend, verifies="drafts" in ours)

@@ -43,7 +43,7 @@ from kda_backend.spec import Beta
 def reserve(runner: Any) -> None:
     """Prepare a model's KDA layers before sglang sizes its pools: kernels begin to compile, and
     the records of drafts are counted."""
-    layers = _kda_layers(runner)
+    layers = kda_layers(runner)
     device = torch.device(runner.device)
     selection = _selection(runner, layers, [], device) if layers else None
     if selection is None:
@@ -63,7 +63,9 @@ def _variants(selection: KdaSelection, state_dtype: torch.dtype) -> list[Prefill
     ]
 
 
-def _kda_layers(runner: Any) -> list[Any]:
+def kda_layers(runner: Any) -> list[Any]:
+    """The KDA layers of the model that sglang's ModelRunner holds; a pipeline's stage may have
+    none."""
     return [
         layer
         for layer in runner.model.modules()
@@ -80,7 +82,7 @@ def install(backend: Any, runner: Any) -> Sequence[str]:
     Returns:
         The phases that ours serve: ``"prefill"``, ``"decode"``, ``"drafts"``.
     """
-    layers = _kda_layers(runner)
+    layers = kda_layers(runner)
     device = torch.device(runner.device)
     pools = backend.req_to_token_pool
     states = [pools.mamba2_layer_cache(layer.layer_id).temporal for layer in layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,20 @@ def test_a_model_without_kda_layers_is_reported(
         build_backend(lambda *given: object(), runner, None)
     runner.is_draft_worker = True  # drafts of a KDA model may be all softmax attention
     build_backend(lambda *given: object(), runner, None)
+
+
+def test_a_stage_of_a_pipeline_may_have_no_kda_layers(
+    log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
+    served = Served("--attention-backend", "kda")
+    args = copy.copy(served.args)  # which may be changed, and has lost the flag
+    args.pp_size, args._kda_dsv4_requested = 2, "kda"
+    served.runner.server_args, served.runner.model = args, torch.nn.ModuleList()
+    full = served.backend.full_attn_backend
+    backend = attention_registry.attn_backend_wrapper(served.runner, full)
+    assert type(backend.linear_attn_backend.kernel_dispatcher.extend_kernel) is TritonKDAKernel
+    assert "kda-dsv4-backend: this stage of the pipeline has no KDA layers" in log_lines
 
 
 def test_a_head_size_without_a_path_stays_on_stock(
