@@ -108,17 +108,18 @@ def _walk(
     for j in tl.range(begin, end, num_stages=STAGES):
         col = tl.load(cols_ptr + j)
         start = col * BLOCK_N
+        b_k = tl.reshape(k_desc.load([batch, kv_head, k_begin + start, 0]), (BLOCK_N, b_q.shape[1]))
+        b_s = tl.dot(b_q, b_k.T, out_dtype=tl.int32).to(tl.float32)
         o_n = tl.arange(0, BLOCK_N)
         if IS_CAREFUL:  # noqa: SIM102  both are decided when the kernel is compiled
             if order_ptr is not None:
                 o_n = tl.load(order_ptr + (first_block + col) * BLOCK_N + o_n).to(tl.int32)
         k_pos = start + o_n
-        b_k = tl.reshape(k_desc.load([batch, kv_head, k_begin + start, 0]), (BLOCK_N, b_q.shape[1]))
-        b_s = tl.dot(b_q, b_k.T, out_dtype=tl.int32).to(tl.float32)
         inside = k_pos < kv_len
-        if IS_CAREFUL:
-            seen = mask(q_pos, k_pos[None, :], col, mask_aux_ptr) & inside[None, :]
-            b_s = tl.where(seen | (j < full_end), b_s, -float("inf"))
+        if IS_CAREFUL:  # noqa: SIM102  a walk over FULL blocks alone has no branch
+            if j >= full_end:
+                seen = mask(q_pos, k_pos[None, :], col, mask_aux_ptr) & inside[None, :]
+                b_s = tl.where(seen, b_s, -float("inf"))
         # the columns that a thread holds share a scale within a span
         of_block = k_scale_ptr + (first_block + col) * (4 * spans)
         units = tl.load(of_block + tl.reshape(tl.arange(0, 4 * spans), (spans, 4)))
