@@ -82,3 +82,12 @@ def model_directory(version: str = "v4") -> str:
     directory = tempfile.mkdtemp()
     (Path(directory) / "config.json").write_text(json.dumps(config))
     return directory
+
+
+STEPS_C128 = [
+    [(0, 0, 130), (1, 0, 120)],
+    [(0, 130, 131), (1, 120, 127)],
+    [(0, 131, 132), (1, 127, 128)],
+    [(0, 132, 257), (1, 128, 129)],
+]
+"""Chunks (request, begin, end) of steps, prompts cut inside windows of 128 tokens."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
-from backend_core.engines.seams import Part, Seam, _bodies, hold, parts_of
+from backend_core.engines.seams import _bodies, hold, parts_of
 from backend_core.engines.sources import Sources, installed
 from tests.cli.program import run
 from tests.engines.bodies import hashes
@@ -29,35 +27,6 @@ def recorded(engine: str, version: str) -> dict[str, str]:
 def found(engine: str) -> dict[str, str]:
     """Those of the installed release."""
     return hashes(engine, Sources(installed(engine)))
-
-
-def of_the_release_before(
-    engine: str, version: str, then: Iterable[Seam] = ()
-) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """By part what the installed release changes and where it differs, for a package that knows one
-    release alone.
-
-    Args:
-        version: that release.
-        then: its seams that were others, in the place of those of the same place and kind.
-    """
-    sources = Sources(installed(engine))
-    known = {place: {version: digest} for place, digest in recorded(engine, version).items()}
-    changed: dict[str, list[str]] = {}
-    differs: dict[str, list[str]] = {}
-    for part in parts_of(engine):
-        for finding in hold(_as_then(part, then), sources, known):
-            if finding.differs:
-                differs.setdefault(part.name, []).append(finding.differs)
-            if finding.changed:
-                name = finding.seam.place.partition(":")[2]
-                changed.setdefault(part.name, []).append(name)
-    return changed, differs
-
-
-def _as_then(part: Part, then: Iterable[Seam]) -> Part:
-    old = {seam.place: seam for seam in then}
-    return replace(part, seams=tuple(old.get(seam.place, seam) for seam in part.seams))
 
 
 def seams_of_wheel(engine: str, version: str, folder: Path) -> tuple[int, str]:

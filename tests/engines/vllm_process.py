@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,48 @@ def model_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+def config_of(model: str | Path, family: str | None, **options: Any) -> Any:
+    """The ``VllmConfig`` that vLLM makes of its arguments, under the flag of a family."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from backend_core.engines.vllm_flag import flag_name
+
+    given = {"dtype": "bfloat16", "max_num_seqs": 8, "max_model_len": 1024, "enforce_eager": True}
+    if family is not None:
+        given["attention_backend"] = flag_name(family)
+    given |= options
+    arguments = EngineArgs(model=str(model), skip_tokenizer_init=True, **given)
+    return arguments.create_engine_config()
+
+
+def builder_of(layer: Any, config: Any, spec: Any = None) -> Any:
+    """What builds the metadata of a layer whose cache has a group of its own.
+
+    Args:
+        spec: of the cache; by default the layer's.
+    """
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(config):
+        make = layer.get_attn_backend().get_builder_cls()
+        spec = layer.get_kv_cache_spec(config) if spec is None else spec
+        return make(spec, [layer.prefix], config, torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def forward_pass(config: Any, attn_metadata: Any, tokens: int) -> Iterator[None]:
+    """A pass of a model, as far as its layers see it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    with (
+        torch.no_grad(),
+        set_current_vllm_config(config),
+        set_forward_context(attn_metadata, config, num_tokens=tokens),
+    ):
+        yield
+
+
 def cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's CUDA platform with the capability of an H200; its libraries are not loaded."""
     stub = types.ModuleType("vllm._C_stable_libtorch")
@@ -55,7 +98,7 @@ def common_metadata(
     slots: torch.Tensor,
     **other: Any,
 ) -> Any:
-    """What vLLM's builders are given of a step, of the fields that this release has."""
+    """What vLLM's builders are given of a step."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     fields = {
@@ -69,7 +112,5 @@ def common_metadata(
         "block_table_tensor": block_table,
         "slot_mapping": slots,
         "seq_lens_cpu_upper_bound": seq_lens.clone(),
-        **other,
     }
-    known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
-    return CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})
+    return CommonAttentionMetadata(**{**fields, **other})

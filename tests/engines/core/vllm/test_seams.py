@@ -35,35 +35,6 @@ def test_holding_imports_nothing() -> None:
 
 
 @NEWEST
-def test_a_package_for_the_release_before_serves_this_one() -> None:
-    """What was replaced and is another: DeepSeek-V4.1's has a new feature, prefill context
-    parallelism, and Kimi-K3's records have left the pages of the cache."""
-    changed, differs = releases.of_the_release_before("vllm", "0.32.0")
-    assert differs == {}
-    assert changed == {
-        "KDA layers of Kimi-K3": ["KimiK3DeltaAttention._forward"],
-        "KDA layers of Kimi-K3 on AMD": ["KimiK3DeltaAttention._forward"],
-        "records of drafts of Kimi-K3": [
-            "_kda_recoverssm_verify_kernel",
-            "_commit_kda_state_kernel",
-            "KimiK3DeltaAttention._recoverssm_verify",
-        ],
-        "records of drafts of other KDA layers": [
-            "KDARecoverSSMCommitContext.create",
-            "KDARecoverSSMCommitContext.commit",
-            "_commit_kda_state_kernel",
-            "GDNAttentionMetadataBuilder.build",
-        ],
-        "compressors of DeepSeek-V4": ["DeepseekCompressor.forward"],
-        "compressors of DeepSeek-V4.1": [
-            "DeepseekCompressor.forward",
-            "CompressorMetadataBuilder.build",
-        ],
-        "attention of DeepSeek-V4.1": ["DeepseekV4FlashMLAAttention.forward_mqa"],
-    }
-
-
-@NEWEST
 def test_a_release_that_does_not_exist_yet_is_served(tmp_path: Path) -> None:
     code, out = releases.seams_of_wheel("vllm", "0.34.0", tmp_path)
     (title,) = out.splitlines()

@@ -1,29 +1,14 @@
-"""The flag in sglang: both families' plug-ins, sglang's own name ``dsv4``, and what is refused."""
+"""The flag in sglang, where ``dsv4`` is also a name of its own."""
 
 from __future__ import annotations
 
 import pickle
 
 from sglang.srt.layers.attention import attention_registry
-from sglang.srt.plugins import load_plugins
-from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
-from backend_core.engines import sglang_flag
-from dsv4_backend.engines import sglang
 from dsv4_backend.engines.sglang_compressor import FusedStep
-from tests.engines.dsv4.sglang.harness import STEP, Served, make_runner, server_args
+from tests.engines.dsv4.sglang.harness import STEP, Served, server_args
 from tests.engines.kda.sglang.test_register import resolved
-
-
-def test_sglangs_own_loader_has_run_both_plug_ins() -> None:
-    assert {"kda", "dsv4"} <= set(sglang_flag._families)
-    assert ATTENTION_BACKEND_CHOICES.count("dsv4") == 1
-    hooks = {target: len(found) for target, found in HookRegistry._hooks.items() if found}
-    assert sorted(hooks.values()) == [1, 1]
-    load_plugins()
-    sglang.register()
-    assert hooks == {target: len(found) for target, found in HookRegistry._hooks.items() if found}
 
 
 def test_sglangs_backend_of_that_name_is_its_own() -> None:
@@ -65,9 +50,3 @@ def test_the_log_says_once_which_path_serves_a_kind(log_lines: list[str]) -> Non
     lines = [line for line in log_lines if "DeepSeek-V4's compressors" in line]
     assert len(lines) == 1
     assert "512 channels and ratio 4 (fp8_ds_mla) on cpu" in lines[0]
-
-
-def test_a_deepseek_v4_asked_for_as_kda_is_reported(log_lines: list[str]) -> None:
-    runner = make_runner("kda")
-    sglang_flag.build_backend(lambda *given: object(), runner, None)
-    assert "DeepseekV4ForCausalLM has no Kimi Delta Attention layers" in "\n".join(log_lines)

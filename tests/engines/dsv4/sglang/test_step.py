@@ -17,6 +17,7 @@ from dsv4_backend.engines import sglang_compressor
 from dsv4_backend.engines.sglang_compressor import FusedStep
 from dsv4_backend.selection import decode_selection, prefill_selection
 from tests.dsv4.cases import assert_records, expected_rows, make_history
+from tests.engines.deepseek_v4 import STEPS_C128
 from tests.engines.dsv4.sglang.harness import STEP, Backend, Served, real_pool
 
 # prompts cut inside windows, decodes beside them, and single tokens
@@ -27,12 +28,6 @@ STEPS_C4 = [
     [(1, 15, 16), (0, 9, 10)],
     [(0, 10, 11), (1, 16, 17)],
     [(0, 11, 12)],
-]
-STEPS_C128 = [
-    [(0, 0, 130), (1, 0, 120)],
-    [(0, 130, 131), (1, 120, 127)],
-    [(0, 131, 132), (1, 127, 128)],
-    [(0, 132, 257), (1, 128, 129)],
 ]
 
 
@@ -208,7 +203,7 @@ def call_of(served: Served, compressor: Any, x: torch.Tensor, slots: torch.Tenso
     }
 
 
-def test_a_step_of_layers_shares_its_plan(no_stock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_layers_shares_its_plan(no_stock: None) -> None:
     served = Served("indexer_fp8")
     step = getattr(served.backend, STEP)
     history = make_history(served.layer.spec, 2, 0)

@@ -6,33 +6,27 @@ import functools
 import types
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import set_forward_context
+from vllm.utils.torch_utils import set_default_torch_dtype
 
-from backend_core.engines.vllm_flag import flag_name
-from dsv4_backend import CompressorLayer, PagedPrefill
+from backend_core.target import KNOWN_TARGETS
+from dsv4_backend import CompressorLayer, PagedPrefill, torch_step
+from dsv4_backend import step as dsv4_step
+from dsv4_backend.engines import vllm_compressor
 from tests.dsv4.cases import Chunk, CompressorEngine, make_spec
 from tests.engines.deepseek_v4 import model_directory
-from tests.engines.vllm_process import common_metadata
+from tests.engines.vllm_process import builder_of, common_metadata, config_of, forward_pass
 
 
 @functools.cache
 def engine_config(flag: bool, drafts: int = 0) -> VllmConfig:
-    """The configuration that vLLM makes of its arguments; ``drafts`` of MTP for each token."""
+    """Of the small model; ``drafts`` of MTP for each token."""
     speculative = {"method": "mtp", "num_speculative_tokens": drafts}
-    return EngineArgs(
-        model=model_directory(),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=8,
-        dtype="bfloat16",
-        kv_cache_dtype="fp8",
-        **({"attention_backend": flag_name("dsv4")} if flag else {}),
-        **({"speculative_config": speculative} if drafts else {}),
-    ).create_engine_config()
+    options = {"speculative_config": speculative} if drafts else {}
+    family = "dsv4" if flag else None
+    return config_of(model_directory(), family, kv_cache_dtype="fp8", **options)
 
 
 def build(
@@ -50,32 +44,28 @@ def build(
     registered = config.compilation_config.static_forward_context
     registered.clear()
     is_main = not cache_format.startswith("indexer")
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with set_current_vllm_config(config):
-            if is_main:
-                # the attention layer is its own record cache; these are what it says of it
-                dtype = torch.bfloat16 if cache_format == "bf16_rows" else torch.uint8
-                registered["layer"] = types.SimpleNamespace(
-                    kv_cache_dtype=cache_dtype
-                    or ("bfloat16" if cache_format == "bf16_rows" else "fp8_ds_mla"),
-                    kv_cache_torch_dtype=torch.float8_e4m3fn if cache_dtype == "fp8" else dtype,
-                    get_attn_backend=lambda: DeepseekV4FlashMLABackend,
-                )
-            else:
-                DeepseekV4IndexerCache(132, torch.uint8, "layer", config.cache_config, 4)
-            compressor = (cls or DeepseekCompressor)(
-                vllm_config=config,
-                compress_ratio=ratio,
-                hidden_size=256,
-                head_dim=512 if is_main else 128,
-                rotate=True,
-                prefix="layer.compressor",
-                k_cache_prefix="layer",
-                use_fp4_cache=cache_format.startswith("indexer_mxfp4"),
+    with set_default_torch_dtype(torch.bfloat16), set_current_vllm_config(config):
+        if is_main:
+            # the attention layer is its own record cache; these are what it says of it
+            dtype = torch.bfloat16 if cache_format == "bf16_rows" else torch.uint8
+            registered["layer"] = types.SimpleNamespace(
+                kv_cache_dtype=cache_dtype
+                or ("bfloat16" if cache_format == "bf16_rows" else "fp8_ds_mla"),
+                kv_cache_torch_dtype=torch.float8_e4m3fn if cache_dtype == "fp8" else dtype,
+                get_attn_backend=lambda: DeepseekV4FlashMLABackend,
             )
-    finally:
-        torch.set_default_dtype(torch.float32)
+        else:
+            DeepseekV4IndexerCache(132, torch.uint8, "layer", config.cache_config, 4)
+        compressor = (cls or DeepseekCompressor)(
+            vllm_config=config,
+            compress_ratio=ratio,
+            hidden_size=256,
+            head_dim=512 if is_main else 128,
+            rotate=True,
+            prefix="layer.compressor",
+            k_cache_prefix="layer",
+            use_fp4_cache=cache_format.startswith("indexer_mxfp4"),
+        )
     rng = torch.Generator().manual_seed(ratio)
     compressor.ape.data.copy_(torch.randn(compressor.ape.shape, generator=rng))
     compressor.norm.weight.data.copy_(0.5 + torch.rand(compressor.head_dim, generator=rng))
@@ -96,6 +86,13 @@ def rotary(ratio: int) -> Any:
             max_position_embeddings=1024,
             compress_ratio=ratio,
         )
+
+
+def on_kernels_of(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
+    """Let a GPU's kernels serve, which the interpreter runs."""
+    for module in (dsv4_step, vllm_compressor):
+        monkeypatch.setattr(module, "detect_target", lambda device: KNOWN_TARGETS[gpu])
+    monkeypatch.setattr(torch_step, "step", None)
 
 
 class Step:
@@ -146,13 +143,6 @@ class Step:
         pad = torch.full((padding,), -1)
         positions = torch.cat([plan.positions, pad.clamp(min=0)])
         records = types.SimpleNamespace(slot_mapping=torch.cat([plan.slots, pad]))
-        with set_current_vllm_config(config):
-            builder = compressor.state_cache.get_attn_backend().get_builder_cls()(
-                compressor.state_cache.get_kv_cache_spec(config),
-                [compressor.state_cache.prefix],
-                config,
-                torch.device("cpu"),
-            )
         common = common_metadata(
             plan.query_starts,
             torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
@@ -160,12 +150,8 @@ class Step:
             torch.cat([plan.state_slots, pad]),
             num_actual_tokens=plan.num_tokens + (padding if pads_requests else 0),
         )
-        metadata = builder.build(0, common)
+        metadata = builder_of(compressor.state_cache, config).build(0, common)
         attn_metadata = {compressor.state_cache.prefix: metadata, "layer": records}
-        with (
-            torch.no_grad(),
-            set_current_vllm_config(config),
-            set_forward_context(attn_metadata, config, num_tokens=x.shape[0]),
-        ):
+        with forward_pass(config, attn_metadata, x.shape[0]):
             compressor(x, positions, rotary(compressor.compress_ratio))
         return metadata

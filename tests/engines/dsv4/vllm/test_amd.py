@@ -7,7 +7,6 @@ answer of aiter's that it asks for. `test_amd_fp8` has the fp8 indexer.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,13 +14,10 @@ from typing import Any
 import pytest
 
 from backend_core.engines import entry
-from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import step as dsv4_step
-from dsv4_backend import torch_step
-from dsv4_backend.engines import vllm_compressor, vllm_rocm
+from dsv4_backend.engines import vllm_rocm
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
 from tests.dsv4.cases import make_history
-from tests.engines.dsv4.vllm.harness import Step, build, engine_config
+from tests.engines.dsv4.vllm.harness import Step, build, engine_config, on_kernels_of
 from tests.engines.dsv4.vllm.test_compressor import STEPS_C4, check, serve
 
 entry.vllm.dsv4()
@@ -43,8 +39,6 @@ class Rocm(ModuleType):
 def aiters(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The class of vLLM's compressor; aiter names the tiles that it has for 32 heads or more."""
     module, name = vllm_rocm._AITERS
-    if importlib.util.find_spec(LAYOUT) is None:
-        pytest.skip("0.32.0 has no such indexer")
     monkeypatch.setitem(sys.modules, "vllm.platforms.rocm", Rocm("vllm.platforms.rocm"))
     try:
         kind = getattr(importlib.import_module(module), name, None)
@@ -72,9 +66,7 @@ def test_the_engines_steps_give_the_definitions_state_and_records(
     aiters: Any, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     if part != "cpu":
-        for module in (dsv4_step, vllm_compressor):
-            monkeypatch.setattr(module, "detect_target", lambda device: KNOWN_TARGETS[part])
-        monkeypatch.setattr(torch_step, "step", None)
+        on_kernels_of(monkeypatch, part)
     config = engine_config(flag=True)
     ours = build(config, FORMAT, cls=aiters)
     assert type(ours) is FusedCompressor and ours.cache_format == FORMAT

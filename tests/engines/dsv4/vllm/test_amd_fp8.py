@@ -7,7 +7,6 @@ decode. What tells vLLM that it runs on ROCm is set by hand.
 from __future__ import annotations
 
 import importlib
-import inspect
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,11 @@ from vllm._aiter_ops import rocm_aiter_ops
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
 from backend_core.engines import entry, seams
-from backend_core.target import KNOWN_TARGETS
-from dsv4_backend import reference, torch_step
-from dsv4_backend import step as dsv4_step
+from dsv4_backend import reference
 from dsv4_backend.engines import vllm_compressor
 from dsv4_backend.engines.seam_list import VLLM_AMD
 from dsv4_backend.engines.vllm_compressor import FusedCompressor
-from tests.engines.dsv4.vllm.harness import Step, build, engine_config
+from tests.engines.dsv4.vllm.harness import Step, build, engine_config, on_kernels_of
 from tests.engines.dsv4.vllm.test_compressor import check, serve
 
 entry.vllm.dsv4()
@@ -148,10 +145,8 @@ def read(
         "skip_k_cache_insert": True,
         "compress_ratio": 4,
     }
-    op = readers.rocm_aiter_sparse_attn_indexer
-    known = inspect.signature(op).parameters
     with pytest.raises(EndOfReadError) as found:
-        op(**{name: value for name, value in call.items() if name in known})
+        readers.rocm_aiter_sparse_attn_indexer(**call)
     return place, found.value.args[0]
 
 
@@ -167,9 +162,7 @@ def test_prefill_gathers_the_keys_that_were_written(
     readers: ModuleType, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     if part != "cpu":
-        for module in (dsv4_step, vllm_compressor):
-            monkeypatch.setattr(module, "detect_target", lambda device: KNOWN_TARGETS[part])
-        monkeypatch.setattr(torch_step, "step", None)
+        on_kernels_of(monkeypatch, part)
     place, (codes, scales) = read(readers, written(), monkeypatch, is_decode=False)
     slots, want_codes, want_scales = plain_records()
     assert torch.equal(codes.view(torch.uint8)[place[slots]], want_codes)

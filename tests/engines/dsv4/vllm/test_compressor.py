@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.compressor import (
     CompressorMetadataBuilder,
     CompressorStateCache,
@@ -16,13 +14,14 @@ from vllm.models.deepseek_v4.compressor import (
 
 from backend_core.engines import entry, vllm_flag
 from backend_core.strict import FallbackError
-from backend_core.target import KNOWN_TARGETS, Target
-from dsv4_backend import PagedDecode, PagedPrefill, reference, torch_step
-from dsv4_backend import step as dsv4_step
+from backend_core.target import Target
+from dsv4_backend import PagedDecode, PagedPrefill, reference
 from dsv4_backend.engines import vllm_compressor
 from dsv4_backend.engines.vllm_compressor import FusedCompressor, StateCache
 from tests.dsv4.cases import assert_records, expected_rows, make_history
-from tests.engines.dsv4.vllm.harness import Step, build, engine_config, rotary
+from tests.engines.deepseek_v4 import STEPS_C128
+from tests.engines.dsv4.vllm.harness import Step, build, engine_config, on_kernels_of, rotary
+from tests.engines.vllm_process import forward_pass
 
 entry.vllm.dsv4()
 
@@ -34,12 +33,6 @@ STEPS_C4 = [
     [(1, 15, 16), (2, 3, 4), (0, 9, 10)],
     [(0, 10, 11), (1, 16, 17), (2, 4, 5)],
     [(0, 11, 12), (2, 5, 8)],
-]
-STEPS_C128 = [
-    [(0, 0, 130), (1, 0, 120)],
-    [(0, 130, 131), (1, 120, 127)],
-    [(0, 131, 132), (1, 127, 128)],
-    [(0, 132, 257), (1, 128, 129)],
 ]
 
 
@@ -118,9 +111,7 @@ def test_a_batch_of_padding_alone_writes_nothing() -> None:
 def test_the_gpus_kernels_give_the_same_through_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, cache_format: str
 ) -> None:
-    for pipelines in (dsv4_step,):
-        monkeypatch.setattr(pipelines, "detect_target", lambda device: KNOWN_TARGETS["H200"])
-    monkeypatch.setattr(torch_step, "step", None)
+    on_kernels_of(monkeypatch, "H200")
     config = engine_config(flag=True)
     step = Step(build(config, cache_format), cache_format, [12, 17, 8])
     check(step, serve(step, STEPS_C4, config))
@@ -186,7 +177,7 @@ def test_a_step_is_one_call_and_its_plan_is_shared(monkeypatch: pytest.MonkeyPat
 def test_the_profile_run_does_nothing() -> None:
     config = engine_config(flag=True)
     ours = build(config, "indexer_fp8")
-    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=3):
+    with forward_pass(config, None, 3):
         ours(torch.zeros(3, 512), torch.zeros(3, dtype=torch.int64), rotary(4))
     assert ours._bound is None
 

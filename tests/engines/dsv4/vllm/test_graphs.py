@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.forward_context import set_forward_context
+from vllm.config import CUDAGraphMode
 
 from backend_core.engines import entry
 from dsv4_backend import PagedPrefill
@@ -21,7 +20,7 @@ from dsv4_backend.engines import vllm_compressor
 from tests.dsv4.cases import make_history
 from tests.engines.dsv4.vllm.harness import Step, build, engine_config, rotary
 from tests.engines.dsv4.vllm.test_compressor import check
-from tests.engines.vllm_process import common_metadata
+from tests.engines.vllm_process import builder_of, common_metadata, forward_pass
 
 entry.vllm.dsv4()
 TOKENS = 12
@@ -44,14 +43,7 @@ class Graph:
         self.block_table = torch.zeros(max_num_seqs, 8, dtype=torch.int32)
         self.x = torch.zeros(TOKENS, self.step.layer.spec.row_width)
         self.calls: list[tuple[Any, tuple[Any, ...], Any]] = []
-        with set_current_vllm_config(self.config):
-            cache = self.compressor.state_cache
-            self.builder = cache.get_attn_backend().get_builder_cls()(
-                cache.get_kv_cache_spec(self.config),
-                [cache.prefix],
-                self.config,
-                torch.device("cpu"),
-            )
+        self.builder = builder_of(self.compressor.state_cache, self.config)
 
     def dummy_metadata(self, *, full: bool, max_query_len: int | None) -> Any:
         """As ``prepare_inputs_to_capture`` and ``prepare_attn`` make it."""
@@ -73,11 +65,7 @@ class Graph:
 
     def run(self, metadata: Any) -> None:
         attn_metadata = {self.compressor.state_cache.prefix: metadata, "layer": self.records}
-        with (
-            torch.no_grad(),
-            set_current_vllm_config(self.config),
-            set_forward_context(attn_metadata, self.config, num_tokens=TOKENS),
-        ):
+        with forward_pass(self.config, attn_metadata, TOKENS):
             self.compressor(self.x, self.buffers.positions[:TOKENS], rotary(4))
 
     def capture(self, metadata: Any) -> str:

@@ -16,8 +16,6 @@ if seams.difference(VLLM_V41) is not None:  # requests without a ring wrote into
     pytest.skip("0.32.0 is not served", allow_module_level=True)
 
 from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41 import attention as deepseek_v41
 from vllm.models.deepseek_v41.common.ops import indexer_k_store
 from vllm.models.deepseek_v41.compressor import (
@@ -26,9 +24,9 @@ from vllm.models.deepseek_v41.compressor import (
     DeepseekCompressor,
 )
 from vllm.models.deepseek_v41.sparse_mla import DeepseekV4SparseMLABackend
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from backend_core.engines import entry, vllm_flag
-from backend_core.engines.vllm_flag import flag_name
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
 from dsv4_backend import reference, v41_step
@@ -43,7 +41,7 @@ from dsv4_backend.testing.engine import Chunk
 from dsv4_backend.testing.oracle import within_one_code
 from dsv4_backend.v41.torch import step as definition
 from tests.engines.deepseek_v4 import model_directory
-from tests.engines.vllm_process import common_metadata
+from tests.engines.vllm_process import builder_of, common_metadata, config_of, forward_pass
 
 entry.vllm.dsv4()
 LAYERS = {2: 1, 1: 3}  # by ratio, those that make latents
@@ -51,18 +49,9 @@ STEPS = (*kit.LONG_CHUNKS, ((1, 31, 32), (0, 43, 44), (2, 27, 28)), ((2, 28, 32)
 
 
 @functools.cache
-def engine_config(flag: bool = True, **changes: Any) -> Any:
-    given = {"kv_cache_dtype": "fp8", **changes}
-    return EngineArgs(
-        model=model_directory("v41"),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=8,
-        dtype="bfloat16",
-        **({"attention_backend": flag_name("dsv4")} if flag else {}),
-        **given,
-    ).create_engine_config()
+def engine_config(flag: bool = True) -> Any:
+    family = "dsv4" if flag else None
+    return config_of(model_directory("v41"), family, kv_cache_dtype="fp8")
 
 
 class Attention(deepseek_v41.DeepseekV4Attention):
@@ -109,16 +98,12 @@ def build(
         main, "fp8"
     )
     config.cache_config.block_size = 64  # as on a GPU, where vLLM's CPU platform takes 16
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with set_current_vllm_config(config):
-            layer = Attention(
-                config,
-                f"model.layers.{LAYERS[ratio]}.self_attn",
-                topk_indices_buffer=torch.zeros(8, 64, dtype=torch.int32),
-            )
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with set_default_torch_dtype(torch.bfloat16), set_current_vllm_config(config):
+        layer = Attention(
+            config,
+            f"model.layers.{LAYERS[ratio]}.self_attn",
+            topk_indices_buffer=torch.zeros(8, 64, dtype=torch.int32),
+        )
     weights = kit.make_layer(kit.make_spec(ratio), ratio, torch.device("cpu"))
     layer.compressor.norm.weight.data.copy_(weights.norm_weight)
     layer.indexer.wk.weight.data.copy_(weights.key_projection)
@@ -162,13 +147,6 @@ class Served:
         rings = layer.compressor.state_cache
         if rings is None:
             return records, plan
-        with set_current_vllm_config(self.config):
-            builder = rings.get_attn_backend().get_builder_cls()(
-                rings.get_kv_cache_spec(self.config),
-                [rings.prefix],
-                self.config,
-                torch.device("cpu"),
-            )
         bounds = torch.tensor([0, *(end - start for _, start, end in chunks)]).cumsum(0).int()
         common = common_metadata(
             bounds,
@@ -178,7 +156,7 @@ class Served:
             num_actual_tokens=plan.num_tokens,  # padded, as the runner says
             positions=plan.positions,
         )
-        return records | {rings.prefix: builder.build(0, common)}, plan
+        return records | {rings.prefix: builder_of(rings, self.config).build(0, common)}, plan
 
     def run(
         self, histories: list[torch.Tensor], chunks: tuple[Chunk, ...], padding: int = 2
@@ -188,11 +166,7 @@ class Served:
         metadata, plan = self.metadata(chunks, padding)
         rows = torch.cat([histories[n][a:b] for n, a, b in chunks])
         rows = torch.cat([rows, torch.full((padding, rows.shape[1]), torch.nan)])
-        with (
-            torch.no_grad(),
-            set_current_vllm_config(self.config),
-            set_forward_context(metadata, self.config, num_tokens=len(rows)),
-        ):
+        with forward_pass(self.config, metadata, len(rows)):
             latent = layer.compressor(rows, plan.positions)
             layer.indexer._produce_k(latent, plan.positions, layer.indexer_rotary_emb)
             layer.compressor.insert_cache(latent, plan.positions, layer.rotary_emb)
@@ -407,7 +381,7 @@ def test_the_gpu_script_sees_a_wrong_graph(monkeypatch: pytest.MonkeyPatch, rati
 def test_the_profile_run_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config()
     layer = build(monkeypatch, config)
-    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=3):
+    with forward_pass(config, None, 3):
         found = layer.compressor(torch.zeros(3, 1024), torch.zeros(3, dtype=torch.int64))
     assert found is None and layer.compressor._bound is None
 

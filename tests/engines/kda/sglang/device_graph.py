@@ -12,6 +12,7 @@ that hands out addresses again is the one thing of a graph that this does not sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
+
+from kda_backend.step_plan import StepPlan, build_chunk_table, build_step_plan
 
 _READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
 
@@ -87,6 +90,16 @@ class _Recording(TorchDispatchMode):
         elif made and not name.startswith(("empty", "new_empty")):  # a view makes nothing
             self._nodes.append(lambda: _again(func, args, kwargs, made))
         return result
+
+
+def plan_of_a_gpu(
+    cu_seqlens: torch.Tensor, num_tokens: int, *, chunk_table: bool, **known: Any
+) -> StepPlan:
+    """`build_step_plan` of offsets that are not in host memory."""
+    assert chunk_table
+    plan = build_step_plan(cu_seqlens.to("meta"), num_tokens, chunk_table=False, **known)
+    table = build_chunk_table(cu_seqlens, plan.num_chunks)
+    return replace(plan, cu_seqlens=cu_seqlens, chunk_table=table)
 
 
 def _again(func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> None:

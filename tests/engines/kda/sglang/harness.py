@@ -29,7 +29,6 @@ from sglang.srt.models.bailing_moe_v3 import BailingKDA
 from sglang.srt.models.kimi_linear import KimiDeltaAttention
 from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import prepare_server_args
-from torch.overrides import TorchFunctionMode
 
 from backend_core.target import KNOWN_TARGETS
 from tests.engines.kda.weights import (
@@ -80,18 +79,6 @@ def server_args(*options: str) -> Any:
     )
     arguments.resolve_once()
     return arguments
-
-
-class OnTheCpu(TorchFunctionMode):
-    """Some releases make the buffers of drafts on ``"cuda"``, whatever the pool's device."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
 
 
 _open = contextlib.ExitStack()
@@ -183,22 +170,21 @@ class Served:
         )
         if self.args.enable_linear_replayssm_spec:
             self.reserve_records()
-        with OnTheCpu():
-            self.pool = HybridReqToTokenPool(
-                size=REQUESTS,
-                mamba_size=SLOTS,
-                mamba_spec_state_size=REQUESTS,
-                max_context_len=1024,
-                device="cpu",
-                enable_memory_saver=False,
-                cache_params=params,
-                mamba_layer_ids=list(params.layers),
-                enable_mamba_extra_buffer=False,
-                enable_overlap_schedule=False,
-                speculative_num_draft_tokens=self.args.speculative_num_draft_tokens,
-                speculative_eagle_topk=self.args.speculative_eagle_topk,
-                enable_linear_replayssm_spec=self.args.enable_linear_replayssm_spec,
-            )
+        self.pool = HybridReqToTokenPool(
+            size=REQUESTS,
+            mamba_size=SLOTS,
+            mamba_spec_state_size=REQUESTS,
+            max_context_len=1024,
+            device="cpu",
+            enable_memory_saver=False,
+            cache_params=params,
+            mamba_layer_ids=list(params.layers),
+            enable_mamba_extra_buffer=False,
+            enable_overlap_schedule=False,
+            speculative_num_draft_tokens=self.args.speculative_num_draft_tokens,
+            speculative_eagle_topk=self.args.speculative_eagle_topk,
+            enable_linear_replayssm_spec=self.args.enable_linear_replayssm_spec,
+        )
         self.runner.req_to_token_pool = self.pool
         full = attention_registry.ATTENTION_BACKENDS["torch_native"](self.runner)
         self.backend = attention_registry.attn_backend_wrapper(self.runner, full)
@@ -241,9 +227,20 @@ class Served:
 
     def forward(self, x: torch.Tensor, batch: Any) -> list[torch.Tensor]:
         """The outputs ``[T, hidden]`` of every layer on ``x``."""
+        self.backend.init_forward_metadata(batch)
+        return self.layers_on(x, batch)
+
+    def layers_on(self, x: torch.Tensor, batch: Any) -> list[torch.Tensor]:
+        """The same with metadata that is there."""
         with forward_context(ForwardContext(attn_backend=self.backend)):
-            self.backend.init_forward_metadata(batch)
             return [layer(x, batch.positions, batch, None) for layer in self.layers]
+
+    def init_graphs(self, requests: int, tokens: int) -> None:
+        """The buffers of sglang's graphs of decodes, for batches of so many."""
+        linear = self.backend.linear_attn_backend
+        self.backend.attn_backend_list = [linear]  # there are no full-attention layers here
+        linear.state_indices_list, linear.query_start_loc_list = [], []
+        self.backend.init_cuda_graph_state(requests, tokens)
 
     def batch(
         self,

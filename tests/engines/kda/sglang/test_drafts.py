@@ -23,7 +23,6 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
@@ -346,22 +345,14 @@ def test_a_bounded_gate(served: Served, bounded: bool) -> None:
 
 def capture(served: Served) -> tuple[DeviceGraph, torch.Tensor, Any]:
     """As sglang's runner: a graph of `SIZE` requests in slot 0, after a warm-up."""
-    linear = served.backend.linear_attn_backend
-    served.backend.attn_backend_list = [linear]  # there are no full-attention layers here
-    linear.state_indices_list, linear.query_start_loc_list = [], []
-    served.backend.init_cuda_graph_state(SIZE, SIZE * DRAFT)
+    served.init_graphs(SIZE, SIZE * DRAFT)
     x = torch.zeros(SIZE * DRAFT, HIDDEN, dtype=torch.bfloat16)
     graph = DeviceGraph()
     served.pool.req_index_to_mamba_index_mapping.zero_()
     batch = view(SIZE, torch.zeros(SIZE, dtype=torch.int64))
     served.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-
-    def run_once() -> list[torch.Tensor]:
-        with forward_context(ForwardContext(attn_backend=served.backend)):
-            return [layer(x, batch.positions, batch, None) for layer in served.layers]
-
-    run_once()
-    return graph, x, graph.record(run_once)
+    served.layers_on(x, batch)
+    return graph, x, graph.record(lambda: served.layers_on(x, batch))
 
 
 def view(requests: int, rows: torch.Tensor) -> Any:
@@ -463,10 +454,20 @@ def test_what_the_operator_refuses_is_upstreams_batch(
         ({"fused": print}, "H200", "SGLANG_OPT_FUSED_KDA_VERIFY"),
         ({"states": None}, "H200", "--enable-linear-replayssm-spec"),
         ({"one_launch": False}, "H200", "another width"),
+        # with pipeline parallelism: the row is not the batch's
+        ({"environment": "SGLANG_ENABLE_PP_SPEC"}, "H200", "SGLANG_ENABLE_PP_SPEC"),
     ],
 )
-def test_refusals(served: Served, change: dict[str, Any], gpu: str, message: str | None) -> None:
+def test_refusals(
+    served: Served,
+    change: dict[str, Any],
+    gpu: str,
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of a server whose verification is sglang's default for Kimi's models."""
+    if "environment" in change:
+        monkeypatch.setenv(change["environment"], "1")
     upstream = served.backend.linear_attn_backend
     dispatcher = upstream.kernel_dispatcher
     assert dispatcher.verify_backend.is_nv_cutedsl()
@@ -482,15 +483,6 @@ def test_refusals(served: Served, change: dict[str, Any], gpu: str, message: str
     one_launch = change.get("one_launch", True)
     found = sglang_verify.refusal(backend, cache, KNOWN_TARGETS[gpu], one_launch=one_launch)
     assert found is None if message is None else message in str(found)
-
-
-def test_rows_of_requests_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sglang does with pipeline parallelism: the row is not the batch's."""
-    monkeypatch.setenv("SGLANG_ENABLE_PP_SPEC", "1")
-    backend = served.backend.linear_attn_backend
-    cache = served.pool.mamba2_layer_cache(LAYERS[0])
-    reason = sglang_verify.refusal(backend, cache, KNOWN_TARGETS["H200"], one_launch=True)
-    assert "SGLANG_ENABLE_PP_SPEC" in str(reason)
 
 
 def test_without_drafts_nothing_is_said(log_lines: list[str]) -> None:

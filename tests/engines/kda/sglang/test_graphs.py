@@ -5,56 +5,23 @@ sglang's own code makes the metadata: ``init_cuda_graph_state``, then
 its runner builds. The step is captured after a warm-up, with the runner's dummy batch, and
 replayed with requests in other slots, fewer of them than were captured, and eager steps between.
 
-What the host decides in ``sglang_kernel.py`` and ``sglang_layer.py``, which a graph would keep:
+What the host decides in ``sglang_kernel.py`` and ``sglang_layer.py``, a graph keeps. That slots,
+rows, lengths, plans and scratch memory may be others is tested here, in test_prefill_graph and in
+test_drafts; `DeviceGraph` refuses a value that is read from the device, which falling back on a
+``ValueError`` would need. The same in every batch that replays a graph are
 
-=============================================  =====================================================
-decision                                       why a graph may keep it, or where it is tested
-=============================================  =====================================================
-decode: slots are ``mamba_cache_indices``      taken by address from the metadata's buffer of this
-                                               size, which a replay writes: here
-decode: number of rows, path of the table      by the size of the captured batch; fewer requests are
-                                               padded with rows of slot -1: here
-decode: ``null_slot=0``                        a number, the same in every batch: here (the dummy
-                                               batch lies in slot 0)
-decode: ``replayssm_d``, ``scale``, unknown    of the server's arguments and the model, not of a
-arguments, ``_has_one_launch``                 batch; with and without one launch: here
-decode: norm and ``_k3_onorm_consumed``        the model offers its gate in every step or in none,
-                                               and asks for the answer in the same call
-decode: ``_k3_deferred_f_b``                   of the layer and the model's own code for it
-decode: ``pdl_prefetch_safe=True``             the layer's projections lie between the metadata and
-                                               the step, in the graph too
-decode: ``_track_mamba_state_decode``          upstream's; a mask and slots in buffers: here
-falling back on a ``ValueError``               the contract looks at shapes, dtypes and strides,
-                                               which are the captured size's, and reads no value of
-                                               a GPU's tensor: here (`DeviceGraph` refuses that)
-prefill: whether it is in a graph              sglang captures it on static
-                                               tables: test_prefill_graph. A prefill in one full
-                                               graph is refused by upstream's metadata: here
-prefill: chunks, path of the table, schedule   by the bound that every batch of the bucket respects:
-                                               the host's lengths are left aside in a capture:
-                                               here, test_prefill_graph
-prefill: whether steps are logits              a property of the model, and in a capture their
-                                               dtype, since sglang says it wrong: test_prefill_graph
-prefill: ``_Pass``, the plan of a pass         a plan from before a capture is not used in it, nor
-                                               one of a capture after it, and the chunk table is
-                                               computed in the graph: here, test_prefill_graph
-prefill: scratch memory                        the capture's own, since the server's moves when it
-                                               grows: test_prefill_graph
-prefill: ``out`` of zeros                      not where sglang clears padded rows itself, as in its
-                                               captures: test_prefill_graph
-prefill: snapshots, intermediate states,       by whether the bucket has tables for them; which rows
-``num_state_checkpoints``                      are kept is read on the device: test_prefill_graph
-prefill: ``is_spec_decode``                    of the forward mode, which has graphs of its own
-drafts: slots, offsets and rows of buffers     by address, from the metadata's buffers of this size
-                                               and a table of the backend: test_drafts
-drafts: number of requests, path of the table  by the size of the captured batch: test_drafts
-drafts: chain or tree, ``refusal``             of the server's arguments
-=============================================  =====================================================
+- ``replayssm_d``, ``scale``, unknown arguments, ``_has_one_launch``, and whether drafts form a
+  tree: they follow from the server's arguments and the model;
+- the norm and ``_k3_onorm_consumed``: the model offers its gate in every step or in none, and asks
+  for the answer in the same call; ``_k3_deferred_f_b`` is of the model's own code too;
+- ``pdl_prefetch_safe=True``: the layer's projections lie between the metadata and the step, in the
+  graph too;
+- ``is_spec_decode``: of the forward mode, which has graphs of its own;
+- snapshots and ``num_state_checkpoints`` of prefills: by whether the bucket has tables for them.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +29,6 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 
 from backend_core.testing.numerics import relative_error
@@ -93,10 +59,7 @@ class DecodeGraph:
 
     def __init__(self, served: Served) -> None:
         self.served, self.graph = served, DeviceGraph()
-        linear = served.backend.linear_attn_backend
-        served.backend.attn_backend_list = [linear]  # there are no full-attention layers here
-        linear.state_indices_list, linear.query_start_loc_list = [], []
-        served.backend.init_cuda_graph_state(SIZE, SIZE)
+        served.init_graphs(SIZE, SIZE)
         self.x = torch.zeros(SIZE, 256, dtype=torch.bfloat16)
         self.buffers = SimpleNamespace(
             input_ids=torch.zeros(SIZE, dtype=torch.int64),
@@ -126,15 +89,9 @@ class DecodeGraph:
             mamba_track_indices=buffers.mamba_track_indices,
             mamba_track_mask=buffers.mamba_track_mask,
         )
-        served, backend = self.served, self.served.backend
-
-        def run_once() -> list[torch.Tensor]:
-            with forward_context(ForwardContext(attn_backend=backend)):
-                return [layer(self.x, buffers.positions, batch, None) for layer in served.layers]
-
-        backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        run_once()
-        self.outputs = self.graph.record(run_once)
+        self.served.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        self.served.layers_on(self.x, batch)
+        self.outputs = self.graph.record(lambda: self.served.layers_on(self.x, batch))
 
     def replay(
         self, x: torch.Tensor, slots: Sequence[int], tracked: int | None = None
@@ -158,19 +115,17 @@ class DecodeGraph:
         if tracked is not None:
             buffers.mamba_track_mask[tracked] = True
             buffers.mamba_track_indices[tracked] = TRACKED
-        given = {
-            "forward_batch": batch,
-            "buffers": buffers,
-            "bs": SIZE,
-            "raw_bs": number,
-            "num_tokens": SIZE,
-            "global_num_tokens_cpu": None,
-            "seq_len_fill_value": 1,
-            "capture_forward_mode": ForwardMode.DECODE,
-            "is_encoder_decoder": False,
-        }
-        known = inspect.signature(build_replay_fb_view).parameters
-        view = build_replay_fb_view(**{name: x for name, x in given.items() if name in known})
+        view = build_replay_fb_view(
+            batch,
+            buffers,
+            bs=SIZE,
+            raw_bs=number,
+            num_tokens=SIZE,
+            global_num_tokens_cpu=None,
+            seq_len_fill_value=1,
+            capture_forward_mode=ForwardMode.DECODE,
+            is_encoder_decoder=False,
+        )
         self.served.backend.init_forward_metadata_out_graph(view)
         self.graph.replay()
         return self.outputs

@@ -8,20 +8,17 @@ replayed with other batches, between which sglang writes the tables anew.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from backend_core.testing.numerics import relative_error
 from kda_backend.engines import sglang_kernel
 from kda_backend.engines.sglang_kernel import KdaKernel
-from kda_backend.step_plan import StepPlan, build_chunk_table, build_step_plan
 from tests.engines.kda.sglang import harness
-from tests.engines.kda.sglang.device_graph import DeviceGraph
+from tests.engines.kda.sglang.device_graph import DeviceGraph, plan_of_a_gpu
 from tests.engines.kda.sglang.test_layer import (
     STATE_TOLERANCE,
     TOLERANCE,
@@ -32,78 +29,11 @@ from tests.engines.kda.sglang.test_layer import (
 )
 from tests.engines.kda.weights import Definition
 
-MODULE = "sglang.srt.layers.attention.linear.kda_prefill_graph"
-NEW, SLOTS = [70, 6], [3, 5]
-
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Any]:
     with harness.on_an_a100(), torch.no_grad():
         yield harness.Served("--attention-backend", "kda")
-
-
-def test_a_refusal_in_a_bucket_tells_upstream_what_beta_is(
-    served: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planted: our operator refuses. sglang says that Kimi-Linear's logits are step sizes there,
-    and a graph would keep what upstream's kernel makes of that."""
-    from sglang.srt.layers.attention.linear import kda_prefill_graph as graph
-
-    given: dict[str, Any] = {}
-
-    def upstream(self: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **call: Any) -> Any:
-        given.update(call, beta=beta)
-        return torch.zeros_like(v)
-
-    def refuses(*_: Any, **__: Any) -> None:
-        raise ValueError("planted")
-
-    monkeypatch.setattr(sglang_kernel.TritonKDAKernel, "extend", upstream)
-    monkeypatch.setattr(KdaKernel, "prefill", refuses)
-    conv, states = served.states(0)
-    layer = served.layers[0]
-    qkv, beta, gate, _ = layer.forward_qkvbfg_fused(tokens(sum(NEW), seed=2))
-    graph.kda_extend_in_graph(
-        layer=layer.attn,
-        meta=bucket(graph),
-        conv_pool=conv,
-        ssm_states=states,
-        kernel_dispatcher=served.dispatcher,
-        mixed_qkv=qkv,
-        a=gate.unsqueeze(0),
-        b=beta.unsqueeze(0),
-    )
-    assert given["beta_is_raw"]
-    assert torch.equal(given["beta"], beta.unsqueeze(0))
-
-
-def bucket(graph: Any) -> Any:
-    """sglang's tables of a bucket of 76 tokens and up to 5 requests, filled with the batch's."""
-    meta = graph.KDAPrefillGraphMetadata.allocate(
-        num_tokens=sum(NEW),
-        max_seqs_cap=5,
-        track=True,
-        cache_index_dtype=torch.int32,
-        device=torch.device("cpu"),
-    )
-    target = torch.zeros(5, dtype=torch.int64)
-    target[0] = 8
-    rows = graph.build_track_rows(
-        track_mask=[True, False],
-        track_seq_lens=NEW,
-        extend_seq_lens=NEW,
-        extend_prefix_lens=[0, 0],
-        state_chunk_size=64,
-        cache_chunk_size=64,
-        conv_len=3,
-        dst=target,
-    )
-    # `fill`, whose copy to the device wants a GPU's pinned memory
-    meta._write_host_tables(lens=torch.tensor(NEW).numpy(), track_rows=rows)
-    meta.packed.copy_(torch.from_numpy(meta.host))
-    meta.cache_indices[:2] = torch.tensor(SLOTS, dtype=torch.int32)
-    meta.track_dst.copy_(target)
-    return meta
 
 
 BUCKET = 76  # tokens
@@ -116,13 +46,13 @@ STEPS: list[Step] = [
 ]
 
 
-class PrefillGraph:
-    """A bucket of `BUCKET` tokens and up to 5 requests, captured with one request in slot 0."""
+class Bucket:
+    """sglang's tables of a bucket of `BUCKET` tokens and up to 5 requests."""
 
     def __init__(self, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from sglang.srt.layers.attention.linear import kda_prefill_graph as graph
 
-        self.served, self.graph = served, DeviceGraph()
+        self.served = served
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # which asks for a GPU
         self.meta = graph.KDAPrefillGraphMetadata.allocate(
             num_tokens=BUCKET,
@@ -131,17 +61,6 @@ class PrefillGraph:
             cache_index_dtype=torch.int32,
             device=torch.device("cpu"),
         )
-        self.x = torch.zeros(BUCKET, 256, dtype=torch.bfloat16)
-        batch = self.prepared(([BUCKET], [0], [0], []))
-
-        def run_once() -> list[torch.Tensor]:
-            with forward_context(ForwardContext(attn_backend=served.backend)):
-                return [layer(self.x, batch.positions, batch, None) for layer in served.layers]
-
-        run_once()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sglang_kernel, "is_capturing", lambda x: True)
-            self.outputs = self.graph.record(run_once)
 
     def prepared(self, step: Step) -> Any:
         """A batch, its tables written by sglang."""
@@ -151,21 +70,24 @@ class PrefillGraph:
         linear.refresh_prefill_graph_metadata(self.meta, batch)
         return batch
 
+
+class PrefillGraph(Bucket):
+    """Captured with one request in slot 0."""
+
+    def __init__(self, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(served, monkeypatch)
+        self.graph, self.x = DeviceGraph(), torch.zeros(BUCKET, 256, dtype=torch.bfloat16)
+        batch = self.prepared(([BUCKET], [0], [0], []))
+        served.layers_on(self.x, batch)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sglang_kernel, "is_capturing", lambda x: True)
+            self.outputs = self.graph.record(lambda: served.layers_on(self.x, batch))
+
     def replay(self, x: torch.Tensor, step: Step) -> list[torch.Tensor]:
         self.prepared(step)
         self.x[: len(x)] = x
         self.graph.replay()
         return self.outputs
-
-
-def plan_of_a_gpu(
-    cu_seqlens: torch.Tensor, num_tokens: int, *, chunk_table: bool, **known: Any
-) -> StepPlan:
-    """`build_step_plan` of offsets that are not in host memory."""
-    assert chunk_table
-    plan = build_step_plan(cu_seqlens.to("meta"), num_tokens, chunk_table=False, **known)
-    table = build_chunk_table(cu_seqlens, plan.num_chunks)
-    return replace(plan, cu_seqlens=cu_seqlens, chunk_table=table)
 
 
 def check_step(
@@ -220,3 +142,25 @@ def test_a_bucket_serves_other_batches_than_it_was_captured_with(
         served.forward(
             tokens(2, seed=50 + number), served.batch(ForwardMode.EXTEND, [2], [4], [11])
         )
+
+
+def test_a_refusal_in_a_bucket_tells_upstream_what_beta_is(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: our operator refuses. sglang says that Kimi-Linear's logits are step sizes there,
+    and a graph would keep what upstream's kernel makes of that."""
+    given: list[Any] = []
+
+    def refuses(self: Any, selection: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any) -> None:
+        given.extend(rest)
+        raise ValueError("planted")
+
+    def upstream(self: Any, q: Any, k: Any, v: Any, *rest: Any, **call: Any) -> Any:
+        assert call["beta_is_raw"] and all(x is y for x, y in zip(rest, given, strict=True))
+        given.clear()
+        return torch.zeros_like(v)
+
+    monkeypatch.setattr(sglang_kernel.TritonKDAKernel, "extend", upstream)
+    monkeypatch.setattr(KdaKernel, "prefill", refuses)
+    served.layers_on(tokens(BUCKET, seed=2), Bucket(served, monkeypatch).prepared(STEPS[0]))
+    assert not given

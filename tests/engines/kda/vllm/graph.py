@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.config import CUDAGraphMode
 
 from kda_backend import layer as operators
 from tests.engines.kda.vllm.harness import cache_spec, hidden, run_layer
-from tests.engines.vllm_process import common_metadata
+from tests.engines.vllm_process import builder_of, common_metadata
 
 SIZE = 4  # requests of the captured batch
 
@@ -27,10 +27,7 @@ class Graph:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compilation, "cudagraph_mode", CUDAGraphMode.FULL_DECODE_ONLY)
             patch.setattr(compilation, "max_cudagraph_capture_size", SIZE * tokens)
-            with set_current_vllm_config(config):
-                make = layer.get_attn_backend().get_builder_cls()
-                spec = cache_spec(layer, config)
-                self.builder = make(spec, [layer.prefix], config, torch.device("cpu"))
+            self.builder = builder_of(layer, config, cache_spec(layer, config))
 
     def batch(self, slots: list[int]) -> Any:
         """Of requests in these slots, padded as the runner pads a batch."""

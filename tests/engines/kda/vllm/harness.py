@@ -7,35 +7,24 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from backend_core.engines.vllm_flag import flag_name
 from backend_core.testing.numerics import relative_error
 from tests.engines.kda.vllm.models import MODELS, load
 from tests.engines.kda.weights import CHECKPOINT, Definition, Weights, checkpoint_weights
-from tests.engines.vllm_process import common_metadata
+from tests.engines.vllm_process import builder_of, common_metadata, config_of, forward_pass
 
-BLOCK = 16  # tokens of a cache block, with prefix caching
 SLOTS = 12
 DRAFT = 4  # the token sampled last, and three that are proposed
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFT - 1, "prompt_lookup_max": 3}
 
 
 def engine_config(*, flag: bool, **options: Any) -> VllmConfig:
-    """The configuration that vLLM makes of its arguments."""
-    backend = {"attention_backend": flag_name("kda")} if flag else {}
-    return EngineArgs(
-        model=str(CHECKPOINT),
-        skip_tokenizer_init=True,
-        **{
-            **{"dtype": "bfloat16", "max_num_seqs": 8, "max_model_len": 1024},
-            **{"enforce_eager": True, "enable_prefix_caching": False, **backend, **options},
-        },
-    ).create_engine_config()
+    """The checkpoint's."""
+    options = {"enable_prefix_caching": False, **options}
+    return config_of(CHECKPOINT, "kda" if flag else None, **options)
 
 
 def build_layer(config: VllmConfig, index: int = 0, weights: Weights | None = None) -> Any:
@@ -93,16 +82,15 @@ def step_metadata(
         accepted: of each request's draft before; 0 for one that has no draft to verify.
     """
     spec = cache_spec(layer, config)
-    with set_current_vllm_config(config):
-        make = layer.get_attn_backend().get_builder_cls()
-        builder = make(spec, [layer.prefix], config, torch.device("cpu"))
+    builder = builder_of(layer, config, spec)
     bounds = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     queries = torch.tensor(query_lens, dtype=torch.int32)
     before = torch.tensor(computed, dtype=torch.int32)
     seq_lens = queries + before
     slots = torch.zeros(sum(query_lens), dtype=torch.int64)
     common = common_metadata(bounds, seq_lens, block_table, slots, is_prefilling=before == 0)
-    upstream = next(base for base in make.__mro__ if base.__module__.startswith("vllm."))
+    kinds = type(builder).__mro__
+    upstream = next(base for base in kinds if base.__module__.startswith("vllm."))
     if spec.mamba_cache_mode == "align" and upstream is not GDNAttentionMetadataBuilder:
         # what the runner precomputes on a GPU: each request's blocks from its last one on
         first = (seq_lens - 1).clamp(min=0) // spec.block_size
@@ -135,11 +123,7 @@ def run_layers(
     if metadata is not None:
         attn_metadata = {layer.prefix: m for layer, m in zip(layers, metadata, strict=True)}
     outputs = []
-    with (
-        torch.no_grad(),
-        set_current_vllm_config(config),
-        set_forward_context(attn_metadata, config, num_tokens=hidden_states.shape[0]),
-    ):
+    with forward_pass(config, attn_metadata, hidden_states.shape[0]):
         for layer in layers:
             output = torch.empty_like(hidden_states)
             try:

@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,16 @@ KIMI_LINEAR = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 
 @dataclass(frozen=True)
 class Model:
-    """How one model's layer is made, and what of it a release has.
+    """How one model's layer is made.
 
     Attributes:
-        modules: where the class is, the first that the wheel has.
+        module: where the class is.
         low_rank: gates whose projections are two matrices: ``"f"`` and ``"g"``.
         packed: the packed projection's name, and the parts in it by their shard's number.
         config: of the model, from the gate's lower bound.
         build: the layer from its class, the model's configuration, vLLM's and its prefix.
-        exports: whether the layer exports states inside of prefills.
+        exports: whether the layer exports states inside of prefills; packed_conv: whether its
+            convolutions have one weight.
     """
 
     name: str
@@ -50,7 +51,6 @@ class Model:
     build: Callable[[Any, Any, VllmConfig, str], Any]
     exports: bool
     packed_conv: bool = False
-    prefixes: dict[str, str] = field(default_factory=dict)
 
     def upstream(self) -> Any:
         """vLLM's class."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
 from backend_core.testing.numerics import relative_error
@@ -32,6 +31,7 @@ from tests.engines.kda.vllm.harness import (
 )
 from tests.engines.kda.vllm.models import MODELS, build, definition_of
 from tests.engines.kda.vllm.test_models import TOLERANCE
+from tests.engines.vllm_process import builder_of
 
 pytestmark = pytest.mark.usefixtures("in_fp32")
 SLOTS = ((3, 5, 7), (2, 9, 4))  # of the three requests, in each group
@@ -141,10 +141,7 @@ def test_a_group_takes_over_what_another_has_built(monkeypatch: pytest.MonkeyPat
     lengths, computed = (70, 3, 20), (0, 0, 0)
     x = hidden(sum(lengths), seed=0)
     built = step_metadata(first, groups.config, lengths, computed, rows[0])
-    with set_current_vllm_config(groups.config):
-        make = second.get_attn_backend().get_builder_cls()
-        spec = cache_spec(second, groups.config)
-        builder = make(spec, [second.prefix], groups.config, torch.device("cpu"))
+    builder = builder_of(second, groups.config, cache_spec(second, groups.config))
     assert builder.supports_update_block_table
     taken = builder.update_block_table(built, rows[1], torch.zeros(sum(lengths)))
     outputs = run_layers(groups.layers, groups.config, x, [built, taken])

@@ -17,7 +17,6 @@ from benchmarks.recall_vllm import transpose_states
 from kda_backend import layer as operators
 from kda_backend.engines import vllm_layer, vllm_profile
 from tests.engines.kda.vllm.harness import (
-    BLOCK,
     DRAFT,
     NGRAM,
     SLOTS,
@@ -111,40 +110,6 @@ def test_slots_that_were_copied_just_before_are_not_fetched_early(
     for _ in range(2):
         run_layer(layer, config, hidden(2), metadata)
     assert early == [not apart, True]
-
-
-def test_prefix_caching_reads_the_state_of_the_aligned_block(config: Any) -> None:
-    """``mamba_cache_mode="align"``: one state a block, of which the step's last one is written.
-
-    The engine splits prefills at blocks and copies the state to the next block before a step.
-    """
-    config.cache_config.mamba_cache_mode = "align"
-    config.cache_config.mamba_block_size = BLOCK
-    layer = build_layer(config)
-    bind_cache(layer, config)
-    blocks = torch.tensor([[3, 8, 5, 10]], dtype=torch.int32)
-    x, definition = hidden(2 * BLOCK + 5), behind()
-    states = []
-    for step, (begin, end) in enumerate(((0, BLOCK), (BLOCK, 2 * BLOCK), (2 * BLOCK, 37))):
-        if step:  # the engine's copy
-            for pool in layer.kv_cache:
-                pool[blocks[0, step]] = pool[blocks[0, step - 1]]
-        metadata = step_metadata(layer, config, (end - begin,), (begin,), blocks)
-        assert metadata.prefill_state_indices.tolist() == [int(blocks[0, step])]
-        o = run_layer(layer, config, x[begin:end], metadata)
-        assert relative_error(o, definition.run(x[begin:end])) < TOLERANCE
-        states.append(definition.state[0])
-    for block, state in zip(blocks[0].tolist(), states, strict=False):
-        assert relative_error(layer.kv_cache[1][block], state) < TOLERANCE
-    # a second request finds the first block's state in the cache
-    hit = torch.tensor([[3, 11]], dtype=torch.int32)
-    for pool in layer.kv_cache:
-        pool[11] = pool[3]
-    metadata = step_metadata(layer, config, (9,), (BLOCK,), hit)
-    again = run_layer(layer, config, x[BLOCK : BLOCK + 9], metadata)
-    fresh = behind(x[:BLOCK])
-    assert relative_error(again, fresh.run(x[BLOCK : BLOCK + 9])) < TOLERANCE
-    assert relative_error(layer.kv_cache[1][3], states[0]) < TOLERANCE
 
 
 def test_a_second_engine_of_a_process_profiles_its_longer_steps(

@@ -5,12 +5,10 @@ In fp32, so that what differs from the definition in float64 is no rounding of a
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.custom_op import op_registry_oot
 
 from backend_core.engines import seams
 from backend_core.engines.vllm_flag import flag_name
@@ -19,7 +17,7 @@ from backend_core.target import KNOWN_TARGETS
 from backend_core.testing.numerics import relative_error
 from kda_backend import selection
 from kda_backend.engines import vllm_profile
-from kda_backend.engines.vllm import REPLACED, replace_layer
+from kda_backend.engines.vllm import REPLACED
 from kda_backend.engines.vllm_layer import runtime_of
 from kda_backend.family import FAMILY
 from kda_backend.selection import KdaShape, select
@@ -224,10 +222,7 @@ def recording() -> tuple[Any, Any]:
     """Kimi-K3's layer with drafts under ``--use-replayssm``, and its configuration."""
     config = engine_config(flag=True, dtype="float32", speculative_config=NGRAM)
     config.cache_config.use_replayssm = config.cache_config.use_kda_recoverssm = True
-    try:
-        layer = build(MODELS["Kimi-K3"], config)
-    except AssertionError:
-        pytest.skip("this release keeps records in the pages of its cache")
+    layer = build(MODELS["Kimi-K3"], config)
     bind_cache(layer, config)
     return layer, config
 
@@ -384,12 +379,3 @@ def test_a_changed_body_is_served_and_said_but_not_in_strict_mode(
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")
     with pytest.raises(FallbackError, match="1 body changed: forward"):
         build(model, engine_config(flag=True, dtype="float32"))
-
-
-def test_another_plug_ins_class_stays(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    upstream = model.upstream()
-    name = REPLACED[upstream.__module__].name
-    theirs = type("Theirs", (upstream,), {})
-    monkeypatch.setitem(op_registry_oot, name, theirs)
-    with pytest.raises(RuntimeError, match=f"another plug-in replaces {name}"):
-        replace_layer(sys.modules[upstream.__module__])

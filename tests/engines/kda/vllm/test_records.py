@@ -288,11 +288,7 @@ def test_what_is_not_served_is_named_and_keeps_states(
     [("H200", 3, True), ("H200", 2, False), ("A100", 7, False), ("H200", None, False)],
 )
 def test_long_drafts_are_kept_as_records_on_hopper(
-    gpu: str,
-    drafted: int | None,
-    kept: bool,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: str, drafted: int | None, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nobody asks; where they cannot be served the log has nothing of them."""
     monkeypatch.delenv(VARIABLE)

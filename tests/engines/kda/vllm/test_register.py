@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -144,11 +142,3 @@ def test_a_broken_install_serves_stock_and_fails_in_strict_mode(
     assert any(
         "falling back to upstream's code: kda-dsv4-backend could not" in line for line in log_lines
     )
-
-
-def test_the_backend_class_validates_what_vllm_passes() -> None:
-    upstream = inspect.signature(AttentionBackend.validate_configuration).parameters
-    passed = {"device_capability", *AttentionSelectorConfig._fields}
-    assert set(upstream) <= passed
-    abstract = AttentionBackend.__abstractmethods__ - vars(vllm_flag.PlatformDelegate).keys()
-    assert not abstract

@@ -23,8 +23,7 @@ from kda_backend.engines.vllm import register
 from kda_backend.engines.vllm_seams import VLLM_CAPTURE
 from kda_backend.engines.vllm_tables import StepTables, run_on, tables_of_pass
 from kda_backend.layer_checkpoints import Checkpoints
-from kda_backend.step_plan import StepPlan, build_chunk_table, build_step_plan
-from tests.engines.kda.sglang.device_graph import DeviceGraph
+from tests.engines.kda.sglang.device_graph import DeviceGraph, plan_of_a_gpu
 from tests.engines.kda.vllm.harness import SLOTS, bind_cache, engine_config, hidden, step_metadata
 from tests.engines.kda.vllm.models import MODELS, build, definition_of
 from tests.engines.kda.weights import Definition
@@ -51,17 +50,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vllm_layer._runtime.cache_clear()
     yield
     vllm_layer._runtime.cache_clear()
-
-
-def plan_of_a_gpu(
-    cu_seqlens: torch.Tensor, num_tokens: int, *, chunk_table: bool, any_batch: bool
-) -> StepPlan:
-    assert chunk_table
-    plan = build_step_plan(
-        cu_seqlens.to("meta"), num_tokens, chunk_table=False, any_batch=any_batch
-    )
-    table = build_chunk_table(cu_seqlens, plan.num_chunks)
-    return replace(plan, cu_seqlens=cu_seqlens, chunk_table=table)
 
 
 class Captured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -227,88 +228,74 @@ def test_what_is_served_follows_the_measurement(
     assert sum(line.startswith(row) for line in log_lines) == 1
 
 
+DRAFTS = "speculative decoding verifies drafts in sglang's calls for prompts"
+ONE_RANK = "a request must have its whole cache on one rank"
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("place", "value", "reason"),
     [
+        ("server.runner.is_draft_worker", True, DRAFTS),
+        ("adapter.get_spec", lambda: SimpleNamespace(speculative_algorithm="EAGLE"), DRAFTS),
+        ("server.upstream.fa_impl_ver", 4, "decode was compared with FlashAttention 3, got 4"),
         (
-            lambda s: setattr(s.runner, "is_draft_worker", True),
-            "speculative decoding verifies drafts in sglang's calls for prompts",
-        ),
-        (
-            lambda s: setattr(s.upstream, "fa_impl_ver", 4),
-            "decode was compared with FlashAttention 3, got 4",
-        ),
-        (
-            lambda s: setattr(s.upstream, "kv_cache_dtype", torch.float8_e4m3fn),
+            "server.upstream.kv_cache_dtype",
+            torch.float8_e4m3fn,
             "the cache must be in bfloat16, got float8_e4m3fn: this package reads fp8 caches in"
             " Triton alone, which no result compares with sglang's kernels",
         ),
         (
-            lambda s: setattr(s.runner.model_config, "dtype", torch.float16),
+            "server.runner.model_config.dtype",
+            torch.float16,
             "queries must be in bfloat16, got float16",
         ),
+        ("server.upstream.attn_cp_size", 2, ONE_RANK),
+        ("adapter.get_parallel", lambda: SimpleNamespace(dcp_enabled=True), ONE_RANK),
         (
-            lambda s: setattr(s.upstream, "attn_cp_size", 2),
-            "a request must have its whole cache on one rank",
-        ),
-        (
-            lambda s: setattr(s.upstream.kv_index_translator, "is_translating", True),
+            "server.upstream.kv_index_translator.is_translating",
+            True,
             "pages of the unified memory pool are not served",
         ),
         (
-            lambda s: setattr(s.runner.model.absorbed[1], "logit_cap", 30.0),
+            "server.runner.model.absorbed.1.logit_cap",
+            30.0,
             "layers with a cap of the logits or a sliding window are not served",
         ),
         (
-            lambda s: setattr(s.runner.model, "absorbed", torch.nn.ModuleList()),
+            "server.runner.model.absorbed",
+            torch.nn.ModuleList(),
             "no layer has a latent head of 512 + 64 channels",
         ),
         (
-            lambda s: setattr(s.runner.model.absorbed[1], "tp_q_head_num", 8),
+            "server.runner.model.absorbed.1.tp_q_head_num",
+            8,
             "MLA layers must have one number of heads, got [4, 8]",
         ),
         (
-            lambda s: setattr(s, "upstream", object()),
+            "server.upstream",
+            object(),
             "decode is served in the place of FlashAttentionBackend, and sglang chooses object",
         ),
         (
-            lambda s: vars(s).update(vars(Server(page_size=1))),
-            "pages must have a multiple of 16 tokens, got 1: --page-size 64 gives such pages",
-        ),
-    ],
-)
-def test_refused_by_name(hopper: None, change: Callable[[Server], None], reason: str) -> None:
-    server = Server()
-    change(server)
-    assert chosen(server) == reason
-
-
-@pytest.mark.parametrize(
-    ("name", "found", "reason"),
-    [
-        (
-            "get_spec",
-            SimpleNamespace(speculative_algorithm="EAGLE"),
-            "speculative decoding verifies drafts in sglang's calls for prompts",
-        ),
-        (
-            "get_parallel",
-            SimpleNamespace(dcp_enabled=True),
-            "a request must have its whole cache on one rank",
-        ),
-        (
-            "detect_target",
-            KNOWN_TARGETS["B200"],
+            "adapter.detect_target",
+            lambda device: KNOWN_TARGETS["B200"],
             "no result compares mla_decode with fa3 on sm100",
         ),
     ],
 )
-def test_servers_and_gpus_that_are_refused(
-    hopper: None, monkeypatch: pytest.MonkeyPatch, name: str, found: Any, reason: str
+def test_refused_by_name(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, place: str, value: Any, reason: str
 ) -> None:
     server = Server()
-    monkeypatch.setattr(adapter, name, lambda *device: found)
+    *path, name = place.split(".")
+    owner = functools.reduce(getattr, path, SimpleNamespace(server=server, adapter=adapter))
+    monkeypatch.setattr(owner, name, value)
     assert chosen(server) == reason
+
+
+def test_small_pages_are_refused(hopper: None) -> None:
+    reason = "pages must have a multiple of 16 tokens, got 1: --page-size 64 gives such pages"
+    assert chosen(Server(page_size=1)) == reason
 
 
 @pytest.mark.parametrize("family", ["mla", "kda"])

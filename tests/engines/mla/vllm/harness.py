@@ -11,15 +11,12 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from backend_core.engines.vllm_flag import flag_name
-from tests.engines.vllm_process import common_metadata
+from tests.engines.vllm_process import common_metadata, config_of, forward_pass
 
 RECALL = Path(__file__).parents[4] / "benchmarks" / "recall" / "checkpoint"
 PAGES = 20
@@ -57,17 +54,10 @@ def deepseek(place: Path, version: int, **changes: Any) -> Path:
 
 
 def engine_config(model: Path = RECALL, family: str | None = "mla", **options: Any) -> Any:
-    """The configuration that vLLM makes of its arguments, under the flag of a family."""
-    backend = {} if family is None else {"attention_backend": flag_name(family)}
-    options = {"max_num_seqs": 8, "dtype": "bfloat16", "enable_prefix_caching": False, **options}
-    return EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=4096,
-        **backend,
-        **options,
-    ).create_engine_config()
+    """The recall checkpoint's, or another model's."""
+    return config_of(
+        model, family, **{"max_model_len": 4096, "enable_prefix_caching": False, **options}
+    )
 
 
 class Prefill:
@@ -193,10 +183,6 @@ def run_layer(
     output = torch.full((tokens, heads * 128), float("nan"), dtype=q.dtype)
     latent = torch.zeros(tokens, 512, dtype=q.dtype)
     rope = torch.zeros(tokens, 1, 64, dtype=q.dtype)
-    with (
-        torch.no_grad(),
-        set_current_vllm_config(config),
-        set_forward_context({layer.layer_name: metadata}, config, num_tokens=tokens),
-    ):
+    with forward_pass(config, {layer.layer_name: metadata}, tokens):
         layer.forward_impl(q, latent, rope, cache, metadata, output=output)
     return output

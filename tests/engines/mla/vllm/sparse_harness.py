@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import set_forward_context
+from vllm.utils.torch_utils import set_default_torch_dtype
 
-from backend_core.engines.vllm_flag import flag_name
 from mla_backend import reference_sparse_mla as reference
 from mla_backend.testing.sparse_mla_cases import write_records
 from tests.engines.deepseek_v4 import model_directory
 from tests.engines.mla.flash import FlashMla
-from tests.engines.vllm_process import common_metadata
+from tests.engines.vllm_process import builder_of, common_metadata, config_of, forward_pass
 
 WINDOW, TOPK, PAGES = 128, 64, 24
 MAX_LENGTH, MAX_TOKENS = 1024, 2048
@@ -65,20 +63,16 @@ def engine_config(
 ) -> Any:
     """The configuration that vLLM makes of its arguments, for weights in bf16."""
     speculative = {"method": "mtp", "num_speculative_tokens": drafts}
-    config = EngineArgs(
-        model=model_directory(version),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=MAX_LENGTH,
+    config = config_of(
+        model_directory(version),
+        "dsv4" if flag else None,
         max_num_seqs=128,
         max_num_batched_tokens=MAX_TOKENS,
-        dtype="bfloat16",
         kv_cache_dtype="fp8",
         hf_overrides={"num_attention_heads": heads},
-        **({"attention_backend": flag_name("dsv4")} if flag else {}),
         **({"speculative_config": speculative} if drafts else {}),
         **options,
-    ).create_engine_config()
+    )
     config.quant_config = None  # fp8 products need a GPU
     return config
 
@@ -90,16 +84,12 @@ def build_layer(config: Any, ratio: int) -> Any:
     chosen = torch.full((MAX_TOKENS, TOPK), -1, dtype=torch.int32)
     # on a GPU vLLM chooses the size of blocks once the model is built
     config.cache_config.block_size = 16
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with set_current_vllm_config(config):
-            for number in LAYERS[version][ratio]:
-                layer = flashmla_of(version).DeepseekV4FlashMLAAttention(
-                    config, f"model.layers.{number}.self_attn", topk_indices_buffer=chosen
-                )
-    finally:
-        torch.set_default_dtype(torch.float32)
-        config.cache_config.block_size = SIZES[version][0]
+    with set_default_torch_dtype(torch.bfloat16), set_current_vllm_config(config):
+        for number in LAYERS[version][ratio]:
+            layer = flashmla_of(version).DeepseekV4FlashMLAAttention(
+                config, f"model.layers.{number}.self_attn", topk_indices_buffer=chosen
+            )
+    config.cache_config.block_size = SIZES[version][0]
     assert layer.compress_ratio == ratio
     generator = torch.Generator().manual_seed(ratio)
     layer.attn_sink.data[: layer.n_local_heads] = 2 * torch.randn(
@@ -148,15 +138,9 @@ class Batches:
         self.q = torch.zeros(MAX_TOKENS, layer.padded_heads, 512, dtype=torch.bfloat16)
         self.out = torch.zeros_like(self.q)
         self.builders = {
-            layer.swa_cache_layer.prefix: self._builder(layer.swa_cache_layer),
-            **({owner.prefix: self._builder(owner)} if self.has_rows else {}),
+            layer.swa_cache_layer.prefix: builder_of(layer.swa_cache_layer, config),
+            **({owner.prefix: builder_of(owner, config)} if self.has_rows else {}),
         }
-
-    def _builder(self, owner: Any) -> Any:
-        with set_current_vllm_config(self.config):
-            cls = owner.get_attn_backend().get_builder_cls()
-            spec = owner.get_kv_cache_spec(self.config)
-            return cls(spec, ["layer"], self.config, torch.device("cpu"))
 
     def write(self, chunks: Sequence[tuple[int, int]], seed: int) -> int:
         """A batch of requests, each with the tokens ``begin`` to ``end`` of its own: draws and
@@ -241,11 +225,7 @@ class Batches:
         """The layer's attention between its projections, ``[tokens, heads, 512]``."""
         self.out.fill_(float("nan"))
         out = self.out[:tokens]
-        with (
-            torch.no_grad(),
-            set_current_vllm_config(self.config),
-            set_forward_context(metadata, self.config, num_tokens=tokens),
-        ):
+        with forward_pass(self.config, metadata, tokens):
             self.layer.forward_mqa(
                 self.q[:tokens], self.q[:tokens, 0], self.positions[:tokens], out
             )

@@ -13,10 +13,8 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLABackend
-from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.ops import flashmla
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from backend_core.engines import entry, seams, vllm_flag
@@ -189,29 +187,3 @@ def test_servers_and_releases_that_are_refused(monkeypatch: pytest.MonkeyPatch) 
         assert chosen(config) == reason
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert chosen(config) == "VLLM_BATCH_INVARIANT is set, and plans change with the batch"
-
-
-@pytest.mark.parametrize(("family", "cache"), [("mla", "fp8"), ("kda", "fp8_e4m3")])
-@pytest.mark.parametrize("flash_mla", [True, False])
-def test_fp8_caches_stay_with_what_vllm_chooses(
-    cuda: Select,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    cache: str,
-    flash_mla: bool,
-    log_lines: list[str],
-) -> None:
-    """Dense FlashMLA over fp8, or Triton where it is not built; an error in no mode."""
-    monkeypatch.setenv("KDA_DSV4_STRICT", "1")
-    reason = None if flash_mla else "not built"
-    monkeypatch.setattr(flashmla, "is_flashmla_dense_supported", lambda: (flash_mla, reason))
-    config = engine_config(RECALL, family, kv_cache_dtype=cache)
-    selector = MLA._replace(kv_cache_dtype=cache)
-    upstream = FlashMLABackend if flash_mla else TritonMLABackend
-    assert cuda(config, selector, 2, None) is upstream
-    assert cuda(config, selector, 2, family) is upstream
-    assert log_lines == [
-        f"kda-dsv4-backend: MLA layers stay on {upstream.__name__}: the cache must be in bfloat16,"
-        f" got {cache}: this package reads fp8 caches in Triton alone, which no result compares"
-        " with vLLM's kernels"
-    ]
