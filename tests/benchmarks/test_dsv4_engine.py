@@ -33,7 +33,6 @@ def side(name: str) -> dict[str, Any]:
         "heads": 64,
         "gpu": "NVIDIA H200",
         "release": "0.33.0",
-        "cutedsl": False,
         "compressors": ["FusedCompressor" if name.startswith("flag") else "DeepseekCompressor"],
         "engine": {
             "model_runner_v2": True,
