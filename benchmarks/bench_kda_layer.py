@@ -164,13 +164,11 @@ class Layer:
     def parts(self, selection: KdaSelection) -> dict[str, Callable[[], object]]:
         """The launches of the layer, each by itself."""
         weights, tokens, plan, state = self.weights, self.tokens, self.plan, self.state
-        first, window = self.channels // 3 * 2, self.pools[0]
-        conv = ConvInputs(window, weights.conv)
+        conv = ConvInputs(self.pools[0], weights.conv)
         mixed = short_conv(tokens.qkv, conv, state, plan)
         q, k, v = mixed.view(1, -1, 3, self.heads, DIM).unbind(2)
         rows = TokenInputs.of(q, k, v, tokens.g[None], tokens.beta[None])
         out = torch.empty_like(tokens.out)
-        of_values = ConvInputs(window[:, first:], weights.conv[first:])
         args: dict[str, Any] = {
             "out": out.unsqueeze(0),
             "scratch": self.scratch,
@@ -179,7 +177,6 @@ class Layer:
         norm = NormInputs(weights.norm, tokens.gate, weights.norm_eps)
         return {
             "conv": lambda: short_conv(tokens.qkv, conv, state, plan),
-            "conv_of_v": lambda: short_conv(tokens.qkv[:, first:], of_values, state, plan),
             "prefill": lambda: kda_prefill(rows, weights.gate, state, plan, **args),
             "norm": lambda: gated_norm(out, norm, plan),
         }

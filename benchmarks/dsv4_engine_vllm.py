@@ -135,8 +135,6 @@ def record_rows(flag: dict[str, Any], mode: str, verdict: Verdict) -> None:
         records["records_written"],
         False,
     )
-    for kind, count in sorted(records["kinds_of_bytes"].items(), key=lambda item: -item[1]):
-        print(f"bytes unlike upstream's: {count:>6} {kind}")
 
 
 if __name__ == "__main__":

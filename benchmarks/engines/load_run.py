@@ -268,7 +268,7 @@ def cliff(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Median latency in the last minute over that in the first, for each concurrency."""
     ratios = {}
     for clients in {row["concurrency"] for row in rows}:
-        medians = [row["latency_ms"]["p50"] for row in rows if row["concurrency"] == clients]
+        medians = [row["latency_ms"] for row in rows if row["concurrency"] == clients]
         ratios[str(clients)] = medians[-1] / medians[0]
     return {"well": bool(ratios) and max(ratios.values()) < 1.5, "last_over_first": ratios}
 
@@ -283,6 +283,6 @@ def show(result: dict[str, Any]) -> int:
         print("well:" if found["well"] else "NOT WELL:", name, json.dumps(found))
     for row in result["latency"]:
         if row["minute"] in (0, int(result["minutes"]) - 1):
-            ms = {k: round(v, 1) for k, v in row["latency_ms"].items()}
+            ms = round(row["latency_ms"], 1)
             print(f"minute {row['minute']}, {row['concurrency']} at a time: {ms} ms")
     return not all(found["well"] for found in result["verdict"].values())

@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.engines.serve_work import say
 
-KERNELS, GAPS, NAME = 12, 4, 80
-"""The most that a result lists of each, the longest first, and characters of a kernel's name."""
+KERNELS, NAME = 12, 80
+"""The most that a result lists, the longest first, and characters of a kernel's name."""
 
 
 def shown(what: str, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,11 +63,9 @@ def summary(spans: list[Span]) -> dict[str, Any]:
         at = by_kernel.setdefault(name, [0.0, 0])
         at[0] += (end - start) / 1e3
         at[1] += 1
-    covered, gaps = 0.0, []
+    covered = 0.0
     until = min(start for _, start, _ in spans)
     for _, start, end in sorted(spans, key=lambda span: span[1]):
-        if start > until:
-            gaps.append((start - until) / 1e3)
         covered += max(0.0, end - max(start, until)) / 1e3
         until = max(until, end)
     span_ms = (until - min(start for _, start, _ in spans)) / 1e3
@@ -76,7 +74,6 @@ def summary(spans: list[Span]) -> dict[str, Any]:
         "span_ms": span_ms,
         "busy": covered / span_ms if span_ms else 1.0,
         "launches": len(spans),
-        "longest_gaps_ms": sorted(gaps, reverse=True)[:GAPS],
         "kernels": longest(by_kernel),
     }
 

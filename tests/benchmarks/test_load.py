@@ -126,9 +126,7 @@ def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
         "counters": {},
         "minutes": 3.0,
         "memory": memory.by_minute(3),
-        "latency": [
-            {"concurrency": 1, "minute": m, "latency_ms": {"p50": 10.0 + 10 * m}} for m in range(3)
-        ],
+        "latency": [{"concurrency": 1, "minute": m, "latency_ms": 10.0 + 10 * m} for m in range(3)],
     }
     found = load_run.verdict(result, load_vllm.COUNTERS)
     well = {name: row["well"] for name, row in found.items()}
