@@ -130,8 +130,8 @@ def _e4m3(x: Tensor, dim: int = -1) -> Tensor:
     return (x.double() / scale).float().to(torch.float8_e4m3fn).double() * scale
 
 
-def normal(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
+def normal(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).bfloat16()
 
 
 def sparse_decode(device: torch.device, heads: int, requests: int, keys: int) -> Inputs:
