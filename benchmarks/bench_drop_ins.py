@@ -43,7 +43,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from backend_core.testing.records import merged_records, write_record
+from backend_core.testing.records import write_record
 from backend_core.testing.timing import call_time_ms, environment, host_time_ms, stream_time_ms
 from mla_backend import reference_sparse_mla
 from mla_backend.testing.sparse_mla_cases import write_records
@@ -130,8 +130,8 @@ def _e4m3(x: Tensor, dim: int = -1) -> Tensor:
     return (x.double() / scale).float().to(torch.float8_e4m3fn).double() * scale
 
 
-def normal(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
+def normal(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).bfloat16()
 
 
 def sparse_decode(device: torch.device, heads: int, requests: int, keys: int) -> Inputs:
@@ -442,12 +442,29 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     if options.merge:
-        head, rows = merged_records(options.merge)
+        head, rows = merged(options.merge)
         write_record(options.output, {**head, "rows": rows})
     else:
         rows = run(options)
     for line in worst(rows):
         print(line)
+
+
+def merged(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Join the records of one run's parts: what describes the run, and the ``rows`` of all.
+
+    Raises:
+        ValueError: the parts are not of one run.
+    """
+    heads: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        head = json.loads(path.read_text(encoding="utf-8"))
+        rows += head.pop("rows")
+        heads.append(head)
+        if head != heads[0]:
+            raise ValueError(f"{path} and {paths[0]} differ: {head} and {heads[0]}")
+    return heads[0], rows
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:

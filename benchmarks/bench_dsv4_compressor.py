@@ -11,18 +11,15 @@ DeepSeek-V4.1's compressors instead (`benchmarks.dsv4_v41`), into a file of thei
 
 ``vllm`` is vLLM 0.33's step in Triton, ``vllm_cutedsl`` its step as it runs on CUDA, and
 ``sglang_jit`` sglang 0.5.23's. Every implementation writes into poison, and its records and state
-rows are compared with float64's before any time is taken. A process of its own measures: where a
-peer ends it, the next one goes on from there, and the row has the reason (``not_run``). A peer has
-no column in the rows of the other engine's layout.
+rows are compared with float64's before any time is taken; the row of a peer that fails has the
+reason (``not_run``). A peer has no column in the rows of the other engine's layout.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import functools
-import json
-import subprocess
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,6 +44,7 @@ from benchmarks import dsv4_v41
 from benchmarks.empty_launch import empty_launch_ms
 from benchmarks.peers import dsv4_sglang, dsv4_vllm
 from dsv4_backend import SeqLens, compress_norm_rope_hadamard_
+from dsv4_backend.step_plan import PrefillStepPlan
 from dsv4_backend.testing.engine import default_device
 from dsv4_backend.testing.steps import TimedStep, make_step, rope_table
 
@@ -63,10 +61,10 @@ Case = tuple[str, str, int, int, str]
 
 @dataclass
 class Peers:
-    """How each peer makes its step, and why one cannot: by name, (name, kind) or (name, task)."""
+    """How each peer makes its step, and why one cannot: by name, or (name, kind)."""
 
     make: dict[str, Callable[[TimedStep], Step]] = field(default_factory=dict)
-    refused: dict[str | tuple[str, str | int], str] = field(default_factory=dict)
+    refused: dict[str | tuple[str, str], str] = field(default_factory=dict)
     v41: Any = None
     sglang_v41: Any = None
 
@@ -74,9 +72,8 @@ class Peers:
     def has_sglang(self) -> bool:
         return "sglang_jit" in self.make or self.sglang_v41 is not None
 
-    def reason(self, name: str, kind: str, task: int) -> str | None:
-        refused = self.refused
-        return refused.get(name) or refused.get((name, kind)) or refused.get((name, task))
+    def reason(self, name: str, kind: str) -> str | None:
+        return self.refused.get(name) or self.refused.get((name, kind))
 
 
 def kind_of(part: str, ratio: int) -> str:
@@ -151,9 +148,7 @@ def together(steps: list[Step]) -> Step:
     return steps[0] if len(steps) == 1 else lambda: [step() for step in steps]
 
 
-def measure(
-    layout: str, case: Case, peers: Peers, bandwidth: float, task: int = 0
-) -> dict[str, Any]:
+def measure(layout: str, case: Case, peers: Peers, bandwidth: float) -> dict[str, Any]:
     """The row of a case: ours, and every peer of the layout on the same tensors."""
     parts = make_parts(layout, case)
     phase, part, ratio, n, ends = case
@@ -168,32 +163,15 @@ def measure(
     row["floor_ms"] = sum(floor_bytes(part) for part in parts) / (bandwidth * 1e6)
     row["not_run"] = {}
     for name in PEERS[layout]:
-        reason = peers.reason(name, kind_of(case[1], case[2]), task)
+        reason = peers.reason(name, kind_of(case[1], case[2]))
         if reason is not None:
             row["not_run"][name] = reason
             continue
-        tell("at", [task, name])
         try:
             beside(row, name, [peers.make[name](part) for part in parts], parts, wanted)
         except Exception as error:
             row["not_run"][name] = described(error)
-            if not device_is_well():
-                sys.exit(f"{name} broke the device: {described(error)}")
     return row
-
-
-def device_is_well() -> bool:
-    try:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
-
-
-def tell(what: str, value: object) -> None:
-    """A line for the process that started this one."""
-    print(f"{what} {json.dumps(value)}", flush=True)
 
 
 def beside(
@@ -211,10 +189,19 @@ def beside(
 
 
 def floor_bytes(part: TimedStep) -> int:
-    """``TimedStep.floor_bytes``; a ring's prefill writes few state rows, so input and records."""
-    if part.step_plan.state_layout == "ring" and part.step_plan.num_tokens >= PREFILL[0]:
-        return part.kv_score.nbytes + part.ends * part.layer.spec.record.record_bytes
-    return part.floor_bytes()
+    """Each input row read and each state row written once; windows and records of the ends.
+
+    Window rows that the call itself brought in are counted once, as input. A ring's prefill writes
+    few state rows, so input and records.
+    """
+    plan, spec = part.step_plan, part.layer.spec
+    records = part.ends * spec.record.record_bytes
+    if plan.state_layout == "ring" and plan.num_tokens >= PREFILL[0]:
+        return part.kv_score.nbytes + records
+    rows = 2 * plan.num_tokens * spec.row_width * 4
+    if isinstance(plan, PrefillStepPlan):
+        return rows + records
+    return rows + records + part.ends * (spec.window - 1) * 2 * spec.head_dim * 4
 
 
 def in_place_call(n: int, selection: Selection[Any, Any]) -> Step:
@@ -234,73 +221,14 @@ def cases() -> list[Case]:
     return found + [("prefill", p, r, n, "all") for p, r in PARTS for n in PREFILL]
 
 
-def tasks(only: str | None = None) -> list[Callable[[Peers, float, int], dict[str, Any]]]:
-    """The measurements, each from (peers, bandwidth, its number)."""
+def tasks(only: str | None = None) -> list[Callable[[Peers, float], dict[str, Any]]]:
+    """The measurements, each from (peers, bandwidth)."""
     if only is not None:
         return dsv4_v41.tasks("sglang" if only == "v41_sglang" else "vllm")
-    found: list[Callable[[Peers, float, int], dict[str, Any]]] = []
-    for layout in PEERS:
-        for case in cases():
-            found.append(functools.partial(measure, layout, case))
-    return found
-
-
-def work(args: argparse.Namespace) -> None:
-    """Measure from task ``args.start`` on and tell every row; a crash ends this process alone."""
-    faulthandler.enable()
-    peers = load_peers(args.vllm_source, args.sglang_source, args.only)
-    for task, name, reason in json.loads(args.skip):
-        peers.refused[(name, task) if task is not None else name] = reason
-    bandwidth = copy_bandwidth_gbs()
-    result: dict[str, object] = environment() | {
-        "vllm": dsv4_vllm.RELEASE if "vllm" in peers.make else None,
-        "cutedsl": installed_version("nvidia-cutlass-dsl"),
-        "sglang": dsv4_sglang.RELEASE if peers.has_sglang else None,
-        "copy_gbs": bandwidth,
-        "empty_launch_ms": empty_launch_ms(),
-    }
-    tell("head", result)
-    for task, measured in enumerate(tasks(args.only)):
-        if task >= args.start:
-            tell("at", [task, "ours"])
-            tell("row", measured(peers, bandwidth, task))
-
-
-def supervise(worker: list[str], output: Path) -> None:
-    """Write the rows that ``worker`` tells, and start it again where a peer ended it.
-
-    Args:
-        worker: a command that takes ``--start TASK`` and ``--skip [[task or null, peer, reason]]``.
-            A third end by the same peer skips it in every task.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    head: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
-    skipped: list[tuple[int | None, str, str]] = []
-    while True:
-        command = [*worker, "--start", str(len(rows)), "--skip", json.dumps(skipped)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        task, name = len(rows), "ours"
-        for line in process.stdout:
-            what, _, value = line.partition(" ")
-            if what == "at":
-                task, name = json.loads(value)
-                continue
-            print(line, end="", flush=True)
-            if what == "head":
-                head = head or json.loads(value)
-            elif what == "row":
-                rows.append(json.loads(value))
-                write_record(output, head | {"rows": rows})
-        if process.wait() == 0:
-            return
-        if name == "ours":
-            sys.exit(f"task {task} ended with {process.returncode} outside of a peer")
-        reason = f"its process ended with {process.returncode} in this case"
-        again = sum(one == name for _, one, _ in skipped) == 2
-        skipped.append((None if again else task, name, reason))
-        print(f"{name}: {reason}, task {task}", flush=True)
+    return [
+        functools.partial(measure, layout, case)
+        for layout, case in itertools.product(PEERS, cases())
+    ]
 
 
 def main() -> None:
@@ -310,13 +238,21 @@ def main() -> None:
     parser.add_argument("--sglang-source", type=Path, help="sglang 0.5.23's, with its headers")
     only = ("v41", "v41_sglang")
     parser.add_argument("--only", choices=only, help="DeepSeek-V4.1's, beside vLLM's or sglang's")
-    parser.add_argument("--start", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--skip", default="[]", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.start is None:
-        supervise([sys.executable, *sys.argv], args.output)
-    else:
-        work(args)
+    peers = load_peers(args.vllm_source, args.sglang_source, args.only)
+    bandwidth = copy_bandwidth_gbs()
+    head: dict[str, object] = environment() | {
+        "vllm": dsv4_vllm.RELEASE if "vllm" in peers.make else None,
+        "cutedsl": installed_version("nvidia-cutlass-dsl"),
+        "sglang": dsv4_sglang.RELEASE if peers.has_sglang else None,
+        "copy_gbs": bandwidth,
+        "empty_launch_ms": empty_launch_ms(),
+    }
+    rows = []
+    for measured in tasks(args.only):
+        rows.append(measured(peers, bandwidth))
+        print(rows[-1], flush=True)
+        write_record(args.output, head | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ these. A CUDA graph holds several steps, and its time is divided by their number
 states that no step touched within the last 150 MB (three times an H200's L2), since in an engine
 the other layers and the weights pass through the cache in between. Peers make the launches that
 their engines make, and all of these are counted. ``floor_ms`` is the time of reading and writing
-the states once at the copy bandwidth of the same run, ``empty_ms`` that of a kernel without work in
-the same graph.
+the states once at the copy bandwidth of the same run.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from backend_core.testing.timing import (
     host_time_ms,
     installed_version,
 )
-from benchmarks.empty_launch import empty_launch_ms
 from benchmarks.kda_paths import only
 from benchmarks.peers.kda_decode import (
     DIM,
@@ -52,13 +50,11 @@ from benchmarks.peers.kda_decode import (
 )
 from kda_backend import (
     ConvInputs,
-    DraftInputs,
     GateSpec,
     NormInputs,
     StateRef,
     TokenInputs,
     kda_decode_step,
-    kda_verify_step,
     reference,
 )
 from kda_backend.selection import KdaSelection, KdaShape, select
@@ -126,10 +122,10 @@ def around(x: Layer, windows: torch.Tensor) -> tuple[ConvInputs, NormInputs]:
     return conv, NormInputs(x.norm_weight, x.z, EPS)
 
 
-def ours(x: Layer, selection: KdaSelection | None = None, *, fused: bool = True) -> Step:
-    """Our step; bare of convolution and norm without ``fused``."""
+def ours(x: Layer, selection: KdaSelection | None = None) -> Step:
+    """Our step."""
     inputs, out = inputs_of(x), torch.empty_like(x.z)
-    conv, norm = around(x, x.windows) if fused else (None, None)
+    conv, norm = around(x, x.windows)
     selection = selection or selection_of(x.heads)
     # pdl_prefetch_safe: the call before has other slots
     return lambda i: kda_decode_step(
@@ -177,28 +173,10 @@ def gpu_ms(step: Step, x: Layer) -> float:
     return graph_us([functools.partial(step, i) for i in range(len(x.indices))], 9) / 1e3
 
 
-def verify_ms(rows: int, heads: int, tokens: int) -> float:
-    """A draft of ``tokens`` for each of ``rows`` sequences, with a slot per token (as vLLM)."""
-    x = make_layer(rows * tokens, heads)
-    windows = torch.zeros(len(x.states), tokens + 2, x.qkv.shape[1], device="cuda").bfloat16()
-    accepted = torch.ones(rows, dtype=torch.int32, device="cuda")
-    tables = x.indices.view(len(x.indices), rows, tokens)
-    inputs, out, draft = inputs_of(x), torch.empty_like(x.z), DraftInputs.in_pool(accepted)
-    (conv, norm), selection = around(x, windows), selection_of(heads)
-
-    def step(i: int) -> torch.Tensor:
-        state = StateRef.pool(x.states, tables[i])
-        return kda_verify_step(
-            *inputs, state, draft, conv=conv, norm=norm, out=out, selection=selection
-        )
-
-    return gpu_ms(step, x)
-
-
 def measure(
     heads: int, batch: int, peers: dict[str, Peer], bandwidth: float, state: str = "fp32"
 ) -> Row:
-    """One point; ours is the table's choice, beside each of our kernels and the bare recurrence."""
+    """One point; ours is the table's choice, beside each of our kernels."""
     x = make_layer(batch, heads, state=state)
     step = ours(x)
     row: Row = {"H": heads, "batch": batch, "state": state, "ours_gpu_ms": gpu_ms(step, x)}
@@ -206,7 +184,6 @@ def measure(
     row["triton_gpu_ms"] = gpu_ms(ours(x, selection_of(heads, "fused")), x)
     if has_hopper_kernel():
         row["sm90_gpu_ms"] = gpu_ms(ours(x, selection_of(heads, "fused_sm90")), x)
-    row["bare_gpu_ms"] = gpu_ms(ours(x, fused=False), x)
     times = {}
     for name, make in peers.items():
         if is_left_out(name, heads, batch):
@@ -218,7 +195,6 @@ def measure(
         row["best_peer_gpu_ms"] = times[row["best_peer"]]
     size = heads * DIM * DIM * x.states.element_size()
     row["floor_ms"] = 2 * batch * size / bandwidth / 1e6
-    row["empty_ms"] = empty_launch_ms(len(x.indices))
     return row
 
 
@@ -286,7 +262,6 @@ def main() -> None:
         "flashinfer": installed_version("flashinfer-python"),
         "copy_gbs": copy_bandwidth_gbs(),
         "rows": [],
-        "verify": [],
     }
     sizes = [(heads, batch, "fp32") for heads, batch in itertools.product(all_heads, BATCHES)]
     sizes += [(32, batch, state) for state in of_16_bits for batch in BATCHES_OF_16_BITS]
@@ -297,11 +272,6 @@ def main() -> None:
         write(args.output, result)
         print(row, flush=True)
         torch.cuda.empty_cache()
-    for batch, tokens in itertools.product((1, 16, 64), (2, 4, 8)):
-        time = verify_ms(batch, 32, tokens)
-        result["verify"].append({"H": 32, "batch": batch, "tokens": tokens, "ours_gpu_ms": time})
-        print(f"H32 N{batch}, drafts of {tokens}: {time * 1e3:.1f}", flush=True)
-    write(args.output, result)
 
 
 def write(output: Path | None, result: dict[str, Any]) -> None:

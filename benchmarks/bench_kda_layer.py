@@ -9,10 +9,6 @@ launch of its own, ``fused_us``: with that of q and k where the tiles are made
 read and written once at the copy bandwidth of the run. Both forms are compared with float64 first
 (``error``, ``apart_error``: relative L2 of the output and of the states, the larger), and the
 windows to the bit.
-
-``tables`` has steps of so many ``prefills`` of equal lengths behind ``decodes``: ``tables_us`` as a
-graph of vLLM's holds them for any batch (`layer.decode_and_prefill`), ``exact_us`` with launches
-for this one.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from backend_core.target import detect_target
 from backend_core.testing.numerics import relative_error
 from backend_core.testing.records import write_record
 from backend_core.testing.timing import copy_bandwidth_gbs, environment, graph_time_ms
@@ -37,7 +32,7 @@ from kda_backend.contract.values import ConvInputs, GateSpec, NormInputs, StateR
 from kda_backend.layer_stages import gated_norm, short_conv
 from kda_backend.operators import kda_prefill
 from kda_backend.scratch import Scratch
-from kda_backend.selection import KdaSelection, KdaShape, select
+from kda_backend.selection import KdaSelection, KdaShape
 from kda_backend.step_plan import build_step_plan
 from kda_backend.testing.regimes import gate_parameters
 
@@ -45,8 +40,6 @@ DIM, TAPS = 128, 4
 RAGGED = [1300, 547, 2048, 963, 271, 3063]
 SHAPES = [(32, lens) for lens in ([512], [2048], [8192], [32768], [1024] * 8, [256] * 32, RAGGED)]
 SHAPES += [(heads, [8192]) for heads in (16, 8, 4)]
-TABLES = list(itertools.product((8, 16, 32), (128, 512, 2048, 8192), (1, 3, 8), (0, 16)))
-TASKS = 1024  # rows of a table times heads, as in vLLM's
 LARGEST_CHECKED = 8192  # tokens of a sequence
 ALLOWED_ERROR = 1.5e-2  # of a layer in bf16: its convolution, its delta rule and its norm round
 
@@ -171,13 +164,11 @@ class Layer:
     def parts(self, selection: KdaSelection) -> dict[str, Callable[[], object]]:
         """The launches of the layer, each by itself."""
         weights, tokens, plan, state = self.weights, self.tokens, self.plan, self.state
-        first, window = self.channels // 3 * 2, self.pools[0]
-        conv = ConvInputs(window, weights.conv)
+        conv = ConvInputs(self.pools[0], weights.conv)
         mixed = short_conv(tokens.qkv, conv, state, plan)
         q, k, v = mixed.view(1, -1, 3, self.heads, DIM).unbind(2)
         rows = TokenInputs.of(q, k, v, tokens.g[None], tokens.beta[None])
         out = torch.empty_like(tokens.out)
-        of_values = ConvInputs(window[:, first:], weights.conv[first:])
         args: dict[str, Any] = {
             "out": out.unsqueeze(0),
             "scratch": self.scratch,
@@ -186,83 +177,8 @@ class Layer:
         norm = NormInputs(weights.norm, tokens.gate, weights.norm_eps)
         return {
             "conv": lambda: short_conv(tokens.qkv, conv, state, plan),
-            "conv_of_v": lambda: short_conv(tokens.qkv[:, first:], of_values, state, plan),
             "prefill": lambda: kda_prefill(rows, weights.gate, state, plan, **args),
             "norm": lambda: gated_norm(out, norm, plan),
-        }
-
-
-class Mixed(Layer):
-    """A step whose first sequences decode, with the tables of a graph for any batch."""
-
-    def __init__(self, heads: int, tokens: int, prefills: int, decodes: int, device: str) -> None:
-        share, rest = divmod(tokens - decodes, prefills)
-        lengths = [share + (n < rest) for n in range(prefills)]
-        super().__init__(heads, [1] * decodes + lengths, device)
-        self.decodes, self.has_initial[:decodes] = decodes, True
-        number = min(TASKS // heads, tokens)
-
-        def table(values: torch.Tensor, fill: int | torch.Tensor) -> torch.Tensor:
-            found = torch.zeros(number, dtype=values.dtype, device=device) + fill
-            found[: len(values)] = values
-            return found.to(values.dtype)
-
-        self.is_decode = (torch.arange(number, device=device) < decodes).view(-1, 1, 1)
-        self.of_decodes = StateRef.pool(self.pools[1], table(self.slots[:decodes], -1))
-        self.of_prefills = StateRef.pool(
-            self.pools[1],
-            table(self.slots[decodes:], -1),
-            table(self.has_initial[decodes:], 0),
-        )
-        ends = torch.tensor([decodes, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        bounds = torch.full((number + 1,), tokens, dtype=torch.int32)
-        bounds[: len(ends)] = ends
-        self.any_batch = build_step_plan(bounds.to(device), tokens, any_batch=True)
-        self.alone = build_step_plan(
-            (ends - decodes).to(device), tokens - decodes, cu_seqlens_cpu=ends - decodes
-        )
-
-    def on_tables(self, selection: KdaSelection) -> None:
-        layer.decode_and_prefill(
-            self.weights,
-            selection,
-            self.tokens,
-            self.pools[0],
-            self.of_decodes,
-            self.is_decode,
-            self.of_prefills,
-            self.any_batch,
-            self.scratch,
-        )
-
-    def exact(self, selection: KdaSelection) -> None:
-        """As vLLM's step runs outside of graphs."""
-        d, pools = self.decodes, self.pools
-        if d:
-            rows = layer.Projections(*(x[:d] for x in self.tokens))
-            state = StateRef.pool(pools[1], self.slots[:d])
-            layer.decode(self.weights, selection, rows, pools[0], state)
-        rows = layer.Projections(*(x[d:] for x in self.tokens))
-        state = StateRef.pool(pools[1], self.slots[d:].clone(), self.has_initial[d:].clone())
-        layer.prefill(self.weights, selection, rows, pools[0], state, self.alone, self.scratch)
-
-    def row(self) -> dict[str, Any]:
-        """Both times, after both outputs and states were compared.
-
-        Raises:
-            AssertionError: they are more than bf16's rounding apart.
-        """
-        selection, found = select(detect_target(), self.shape), []
-        calls = {"exact_us": self.exact, "tables_us": self.on_tables}
-        for call in calls.values():
-            self.reset()
-            call(selection)
-            found.append([self.tokens.out.clone(), *(pool.clone() for pool in self.pools)])
-        for got, want in zip(*found, strict=True):
-            assert relative_error(got, want) < ALLOWED_ERROR
-        return {
-            name: round(1e3 * graph_time_ms(functools.partial(call, selection), replays=11), 1)
-            for name, call in calls.items()
         }
 
 
@@ -301,12 +217,7 @@ def main() -> None:
         for heads, lengths in SHAPES:
             rows.append(row_of(heads, lengths, bandwidth))
             print(rows[-1], flush=True)
-        tables = []
-        for size in TABLES:
-            names = dict(zip(("H", "tokens", "prefills", "decodes"), size, strict=True))
-            tables.append({**names, **Mixed(*size, "cuda").row()})
-            print(tables[-1], flush=True)
-    write_record(args.output, {**head, "rows": rows, "tables": tables})
+    write_record(args.output, {**head, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -201,9 +201,10 @@ def is_accurate(name: str, make: VerifyPeer) -> bool:
     return max(errors) <= 2e-2
 
 
-def drift(regime: str, steps: int = STEPS, tokens: int = 4, heads: int = 4) -> Row:
-    """Errors after many steps of drafting and accepting 0 to ``tokens`` tokens, without convolution
-    and norm, against the recurrence in float64."""
+def drift(regime: str) -> Row:
+    """Errors after many steps of drafting and accepting 0 to 4 tokens, without convolution and
+    norm, against the recurrence in float64."""
+    tokens, heads = 4, 4
     rng = torch.Generator("cuda").manual_seed(11)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -214,10 +215,10 @@ def drift(regime: str, steps: int = STEPS, tokens: int = 4, heads: int = 4) -> R
     want, slot = pool[1].double(), torch.ones(1, dtype=torch.int32, device="cuda")
     sizes: dict[str, Any] = {"heads": heads, "key_dim": DIM, "value_dim": DIM}
     records = Records.empty((2,), tokens, **sizes, dtype=torch.bfloat16, device=pool.device)
-    counts = torch.randint(0, tokens + 1, (steps,), generator=rng, device="cuda").int()
+    counts = torch.randint(0, tokens + 1, (STEPS,), generator=rng, device="cuda").int()
     selection, held = selection_of(heads), torch.zeros(1, dtype=torch.int32, device="cuda")
     draft, worst = DraftInputs.in_records(records, slot, held), 0.0
-    for step in range(steps):
+    for step in range(STEPS):
         q, k, v = (normal(tokens, heads, DIM).bfloat16() for _ in range(3))
         _, _, raw = gate_parameters(regime, normal(tokens, heads, DIM), rng)
         g, beta = raw.bfloat16(), normal(tokens, heads).bfloat16()
@@ -229,13 +230,13 @@ def drift(regime: str, steps: int = STEPS, tokens: int = 4, heads: int = 4) -> R
         o, u = reference.record_kda(
             reference.l2norm(q), k, v, decay, beta.sigmoid(), scale=DIM**-0.5, state=want
         )
-        if step % 100 == 0 or step == steps - 1:
+        if step % 100 == 0 or step == STEPS - 1:
             worst = max(worst, relative_error(out, o))
             error = relative_error(pool[1], want)
         held.copy_(counts[step : step + 1])
         n = int(counts[step])
         want = reference.fold_records(want, u[:n], k[:n], decay[:n])
-    return {"regime": regime, "steps": steps, "output_error": worst, "state_error": error}
+    return {"regime": regime, "steps": STEPS, "output_error": worst, "state_error": error}
 
 
 def check() -> list[Row]:

@@ -106,38 +106,27 @@ class Case:
             self.tables.append(table)
         self.pages = [table[owned].contiguous() for table in self.tables]
         self.result: tuple[torch.Tensor, ...] = ()
-        self.plan_us: dict[str, float] = {}
 
 
-def selection_of(
-    spec: MlaSpec, path: str | None = None, **params: Any
-) -> Selection[MlaSpec, MlaPath]:
-    """The table's selection, or a row of one path with other parameters than the table's."""
+def selection_of(spec: MlaSpec, path: str | None = None) -> Selection[MlaSpec, MlaPath]:
+    """The table's selection, or a row of one path."""
     chosen = select_mla_decode(detect_target(DEVICE), spec)
-    if path is None and not params:
+    if path is None:
         return chosen
-    rows = [p for p in chosen.rows if path in (None, p.name)]
-    if not rows:
-        rows = [p for p in load_table(TABLES, chosen.target).rows if p.name == path]
-    row = dataclasses.replace(
-        rows[0], max_grid=None, params=dataclasses.replace(rows[0].params, **params)
-    )
-    return forced(TABLES, chosen.target, spec, row)
+    rows = (*chosen.rows, *load_table(TABLES, chosen.target).rows)
+    row = next(row for row in rows if row.name == path)
+    return forced(TABLES, chosen.target, spec, dataclasses.replace(row, max_grid=None))
 
 
 class Ours:
-    """Our operator on a case, with other parameters than the table's where given.
+    """Our operator on a case; ``search``: whether the plan looks for shared pages."""
 
-    Args:
-        search: whether the plan looks for shared pages.
-    """
-
-    def __init__(self, path: str | None = None, *, search: bool = False, **params: Any) -> None:
-        self._path, self._search, self._params = path, search, params
+    def __init__(self, *, search: bool = False) -> None:
+        self._search = search
         self._scratch = SplitScratch(torch.device("cuda", torch.cuda.current_device()))
 
     def __call__(self, case: Case) -> list[Call]:
-        selection = selection_of(MlaSpec(case.heads, PAGE), self._path, **self._params)
+        selection = selection_of(MlaSpec(case.heads, PAGE))
         planner = MlaPlanner(selection, shared_prefix_tokens=1024 if self._search else 0)
         plans = [planner.plan(case.lengths, case.tables[0])]
         if plans[0].prefix is not None:  # a plan belongs to its block table
@@ -162,17 +151,17 @@ class Ours:
 
 
 def check_one(
-    spec: MlaSpec, lengths: list[int], shared: int = 0, path: str | None = None, **params: Any
+    spec: MlaSpec, lengths: list[int], shared: int = 0, path: str | None = None
 ) -> str | None:
     """What is not float64's on poisoned memory, in a sentence; or ``None``."""
     case = cases.make_case(spec, lengths, shared_tokens=shared, device=DEVICE)
     planner = MlaPlanner(
-        selection_of(spec, path, **params), **({"shared_prefix_tokens": 256} if shared else {})
+        selection_of(spec, path), **({"shared_prefix_tokens": 256} if shared else {})
     )
     try:
         cases.assert_close(cases.run_case(case, planner), cases.expected(case))
     except AssertionError as error:
-        return f"{spec}, {lengths[:4]}, {params}: {error}"
+        return f"{spec}, {lengths[:4]}: {error}"
     return None
 
 
@@ -253,7 +242,6 @@ def main() -> None:
                 "case": row["case"],
                 "heads": row["heads"],
                 "ours_gpu_us": round(row["ours_us"], 2),
-                "plan_us": round(plans[len(SIZES[row["case"]])]["ours"], 2),
                 **{f"{name}_us": round(row[f"{name}_us"], 2) for name in peers},
                 "floor_us": round(row["bytes"] / rate, 2),
                 "disagreement": float(f"{max(row['disagreement'].values()):.2e}"),

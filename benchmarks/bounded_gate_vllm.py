@@ -131,7 +131,6 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     llm = load(args)
     log = decode_vllm.StepLog(llm)
-    compilation = serve_vllm.Compilation()
     head = {
         **serve_vllm.head_of(llm),
         "model": args.model,
@@ -159,7 +158,6 @@ def run(args: argparse.Namespace) -> int:
                 functools.partial(profiled, side, asked, count, length),
             )
     side.save()
-    say(f"compiled or tuned after load: {compilation.kernels}")
     return bool(side.data["failed"])
 
 

@@ -53,13 +53,12 @@ def main() -> None:
 def judge(sides: dict[str, Any]) -> Verdict:
     """Tokens, attention and records of the sides."""
     upstream, flag = sides["upstream"], sides["flag"]
-    main = "CuTe DSL" if upstream["cutedsl"] else "vLLM's Triton kernel for CuTe DSL"
     runner = "Model Runner V2" if flag["engine"]["model_runner_v2"] else "Model Runner V1"
     graphs = flag["engine"]["cudagraph_mode"].replace("_", " ")
     model = f"{upstream['heads']} heads, bf16 weights, fp32 head of 16 tokens, mHC in torch"
     model = f"{NAMES[upstream['model']]}{model}"
     if upstream["model"] == "v4":
-        model = f"{model}, {main} upstream"
+        model = f"{model}, CuTe DSL upstream"
     modes = {"": f"default ({runner}, {graphs}); {model}", "-eager": f"eager; {model}"}
     if all(side in sides for side in MTP_SIDES):
         modes["-mtp"] = f"default with MTP, {DRAFTS} drafts ({runner}, {graphs}); {model}"
@@ -136,8 +135,6 @@ def record_rows(flag: dict[str, Any], mode: str, verdict: Verdict) -> None:
         records["records_written"],
         False,
     )
-    for kind, count in sorted(records["kinds_of_bytes"].items(), key=lambda item: -item[1]):
-        print(f"bytes unlike upstream's: {count:>6} {kind}")
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ def variants(case: Case, step: TimedV41) -> dict[str, float]:
     return found
 
 
-def measure(case: Case, peers: Any, bandwidth: float, task: int = 0) -> dict[str, Any]:
+def measure(case: Case, peers: Any, bandwidth: float) -> dict[str, Any]:
     """The row of a case: ours, and the engine's launches on the same tensors.
 
     Raises:
@@ -263,7 +263,7 @@ def measure(case: Case, peers: Any, bandwidth: float, task: int = 0) -> dict[str
         raise ArithmeticError(f"only {row['ours_float64_bytes']:.4f} of the bytes are float64's")
     take_times(row, "ours", step.run())
     row["ours_variants_gpu_ms"] = variants(case, step)
-    row["floor_ms"] = step.floor_bytes() / (bandwidth * 1e6)
+    row["floor_ms"] = floor_bytes(step) / (bandwidth * 1e6)
     is_fp4 = formats[1] == "indexer_mxfp4"
     if formats == SGLANG:
         if (modules := peers.sglang_v41) is None:
@@ -277,6 +277,22 @@ def measure(case: Case, peers: Any, bandwidth: float, task: int = 0) -> dict[str
         return row
     compare(row, step, ours, wanted, upstream(peers.v41, step))
     return row
+
+
+def floor_bytes(step: TimedV41) -> int:
+    """Inputs read once, the newest rows of each ring and every record written once, and of decodes
+    the row before each end read; the projection of the keys read once."""
+    call, plan = step.call, step.step_plan
+    spec = call.layer.spec
+    records = step.ends * (spec.main.record.record_bytes + spec.index.record.record_bytes)
+    rows = call.kv_score.nbytes + (0 if call.score is None else call.score.nbytes)
+    moved = rows + records + call.layer.key_projection.nbytes
+    if call.state is None:
+        return moved
+    row = call.state.shape[2] * call.state.element_size()
+    if plan.longest == 1:
+        return moved + (plan.num_tokens + step.ends) * row
+    return moved + min(plan.num_tokens, plan.num_requests * call.state.shape[1]) * row
 
 
 def compare(
@@ -300,5 +316,5 @@ def compare(
         take_times(row, name, call)
 
 
-def tasks(engine: str) -> list[Callable[[Any, float, int], dict[str, Any]]]:
+def tasks(engine: str) -> list[Callable[[Any, float], dict[str, Any]]]:
     return [functools.partial(measure, case) for case in cases(engine)]

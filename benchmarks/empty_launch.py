@@ -13,7 +13,6 @@ def empty_kernel(x_ptr):  # type: ignore[no-untyped-def]
     pass
 
 
-def empty_launch_ms(calls: int = 20) -> float:
-    """``calls``: of a graph."""
+def empty_launch_ms() -> float:
     x = torch.empty(1, device="cuda")
-    return graph_time_ms(lambda: empty_kernel[(1,)](x), calls=calls)
+    return graph_time_ms(lambda: empty_kernel[(1,)](x), calls=20)

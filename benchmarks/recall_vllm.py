@@ -40,7 +40,6 @@ import re
 import tempfile
 import time
 import traceback
-import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -340,7 +339,7 @@ def rounds_of(
     rows: list[dict[str, Any]] = []
 
     def asked(salt: str, number: int, **how: str) -> None:
-        rows.append({**how, **ask_all(questions, server.port, number, salt)})
+        rows.append({**how, **ask_all(questions, server, number, salt)})
         shown = {k: v for k, v in rows[-1].items() if k != "wrong"}
         print(f"{variant.title}: {json.dumps(shown)}", flush=True)
 
@@ -360,12 +359,12 @@ def rounds_of(
 
 
 def ask_all(
-    questions: recall.QuestionSet, port: int, concurrency: int, salt: str
+    questions: recall.QuestionSet, server: Server, concurrency: int, salt: str
 ) -> dict[str, Any]:
     prompts = [recall.encode(questions.prompt(item)) for item in questions.items]
     begin = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(lambda prompt: ask(prompt, port, salt), prompts))
+        answers = list(pool.map(lambda prompt: ask(prompt, server, salt), prompts))
     seconds = time.perf_counter() - begin
     score = recall.score(questions, [text for text, _ in answers])
     wrong = (
@@ -384,15 +383,10 @@ def ask_all(
     }
 
 
-def ask(prompt: list[int], port: int, salt: str) -> tuple[str, int]:
+def ask(prompt: list[int], server: Server, salt: str) -> tuple[str, int]:
     """The greedy completion of a prompt, and how many of its tokens came from the cache."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(completion(prompt, salt, stop=[recall.TERMINATOR])).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=300) as response:
-        answer = json.load(response)
+    body = completion(prompt, salt, stop=[recall.TERMINATOR])
+    answer = Server.post(server, "/v1/completions", body)
     details = answer["usage"].get("prompt_tokens_details") or {}
     return answer["choices"][0]["text"], details.get("cached_tokens") or 0
 

@@ -97,11 +97,9 @@ def run(args: argparse.Namespace) -> int:
             # captured, upstream's kernel takes logits for step sizes: its layers break the graph
             os.environ["SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND"] = "1"
         say("importing sglang")
-        begin = time.perf_counter()
         import sglang
 
-        import_s = time.perf_counter() - begin
-        say(f"sglang {sglang.__version__} imported in {import_s:.0f} s; loading the model")
+        say(f"sglang {sglang.__version__} imported; loading the model")
         begin = time.perf_counter()
         asked.engine = engine = sglang.Engine(**engine_arguments(args))
         load_s = time.perf_counter() - begin
@@ -112,7 +110,6 @@ def run(args: argparse.Namespace) -> int:
             "head": versions("sglang"),
             "environment": environment(args, "kda" if args.flag else None),
             "engine": engine_of(info),
-            "import_s": import_s,
             "memory_after_load_mib": serve_work.memory_used_mib(),
         }
         side = SideFile(args.out, args.until, head)

@@ -22,8 +22,7 @@ Parts of ``run``, on one load of the model:
 
 - first: the first request after the load.
 - calls: prompts in, one token of each out; medians, and into which steps the engine cut them.
-- decode: a step of 1, 16, 64 and 256 sequences after 128 tokens, and of up to 64 after 32k; kernels
-  of a short one.
+- decode: a step of 1, 16, 64 and 256 sequences after 128 tokens, and of up to 64 after 32k.
 - shared: a step of 64 sequences behind one prompt of 8k.
 - mixed: 64 requests of 300 to 5,000 tokens, 32 to 127 out, all at once, twice after one that is not
   timed.
@@ -32,7 +31,7 @@ Parts of ``run``, on one load of the model:
   prefix cache, and with other ends.
 - crowd and long_crowd, only where they are named: more requests at once than have room
   (`benchmarks.crowd`).
-- profile: of each rank, kernels, how busy the GPU is, and Python functions.
+- profile: of each rank, kernels and how busy the GPU is.
 
 Weights are drawn where vLLM loads them, before it derives others from them and captures graphs:
 weights set later are not those that a captured graph reads.
@@ -41,13 +40,11 @@ weights set later are not those that a captured graph reads.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import functools
 import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +72,6 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions to 
 
 SEQUENCES = 1024  # what `vllm serve` takes on an H200
 PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
-HOST_CALL, HOST_CALLS = (1, 2048), 10
 PARTS = (
     *("first", "calls", "decode", "mixed", "tokens", "profile", "long", "shared", "long_tokens"),
     *serve_work.CROWDS,
@@ -130,11 +126,8 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     asked = Asked()
     asked.take(args)
-    begin = time.perf_counter()
     import vllm  # noqa: F401
 
-    import_s = time.perf_counter() - begin
-    compilation = Compilation()
     begin = time.perf_counter()
     say_paths_of_layers()
     with tempfile.TemporaryDirectory() as place:
@@ -143,27 +136,18 @@ def run(args: argparse.Namespace) -> int:
         model = model_directory(args, only_text=True)
         llm = drawn_engine(args.attention_backend, model, **engine_arguments(args))
     load_s = time.perf_counter() - begin
-    loading = {key: round(value, 2) for key, value in compilation.spent.items()}
-    compilation.kernels.clear()
     asked.llm, asked.log = llm, decode_vllm.StepLog(llm)
     head = {
         **head_of(llm),
         "environment": environment(args, args.attention_backend),
-        "import_s": import_s,
         "memory_after_load_mib": serve_work.memory_used_mib(),
-        "memory_of_ranks_mib": llm.collective_rpc(memory_taken_mib),
-        "while_loading": loading,
-        "compiled_after_load": compilation.kernels,
     }
     side = SideFile(args.out, args.until, head)
     say(f"{head['head']['engine']}, {head['engine']}")
     expect_layers(head["layers"], bool(args.attention_backend))
-    side.add(row("model load", "load", 1e3 * load_s, **loading))
+    side.add(row("model load", "load", 1e3 * load_s))
     measure(side, asked, args.parts)
     side.save()
-    compiled = compilation.kernels
-    ours = [name for name in compiled if any(part in name for part in serve_profile.OURS)]
-    say(f"{len(compiled)} kernels compiled or tuned after load, {len(ours)} of them ours: {ours}")
     return bool(side.data["failed"])
 
 
@@ -237,7 +221,7 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
         side.part("calls", 25, lambda: serve_work.call_rows(side, asked, steps))
     if "decode" in parts:
         for count, length in serve_work.DECODE_SHORT:
-            work = functools.partial(decode, side, asked, count, length, asked.ranks == 1)
+            work = functools.partial(decode, side, asked, count, length)
             side.part(f"decode {count}", 5, work)
     if "mixed" in parts:
         serve_work.mixed_part(side, asked)
@@ -246,10 +230,9 @@ def measure(side: SideFile, asked: Asked, parts: list[str]) -> None:
         serve_work.tokens_parts(side, asked, parts)
     if "profile" in parts:
         side.part("profiles", 10, lambda: profiles(asked))
-        side.part("host", 5, lambda: host(asked))
     if "long" in parts:
         for count, length in serve_work.DECODE_LONG:
-            work = functools.partial(decode, side, asked, count, length, False)
+            work = functools.partial(decode, side, asked, count, length)
             side.part(f"decode {count}, long", 3 + 2.5e-5 * count * length, work)
     if "shared" in parts:
         side.part("shared prompt", 15, lambda: behind_one_prompt(side, asked))
@@ -269,23 +252,12 @@ def behind_one_prompt(side: SideFile, asked: Asked) -> None:
     )
 
 
-def decode(side: SideFile, asked: Asked, count: int, length: int, kernels: bool) -> Any:
+def decode(side: SideFile, asked: Asked, count: int, length: int) -> None:
     def generate(prompts: list[list[int]], new: int) -> float:
         return asked.generate(prompts, [new] * count)
 
-    prompts = asked.prompts(count, length)
-    sizes = (count, length, BUDGET)
-    work = functools.partial(generate, prompts)
-    side.add(decode_vllm.step_row(asked.log, *sizes, work, drafts=asked.drafts))
-    if not kernels or asked.drafts:
-        return None
-    others = [asked.prompts(count, length) for _ in range(2)]
-    found = decode_vllm.kernels_of_a_step(lambda new: generate(others.pop(), new))
-    totals, kda = decode_vllm.part_of_a_step(found, "kda", decode_vllm.KDA_KERNELS)
-    totals["kda_launches"] = sum(launches for _, launches in kda.values())
-    shown = {name: round(value, 3) for name, value in totals.items()}
-    say(f"  kernels of a decode step of {count}: {shown}")
-    return {**totals, "kernels": serve_profile.longest(found)}
+    work = functools.partial(generate, asked.prompts(count, length))
+    side.add(decode_vllm.step_row(asked.log, count, length, BUDGET, work, drafts=asked.drafts))
 
 
 def profiles(asked: Asked) -> list[dict[str, Any]]:
@@ -308,39 +280,6 @@ def end_trace(worker: Any) -> dict[str, Any]:
     return serve_profile.summary(worker.__dict__.pop("trace").spans())
 
 
-def memory_taken_mib(worker: Any) -> int:
-    """What torch holds on a rank's GPU beside the pools of the caches."""
-    import torch
-
-    caches = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in flat(worker.model_runner.kv_caches)
-    }
-    return int((torch.cuda.memory_reserved() - sum(caches.values())) / 2**20)
-
-
-def flat(tensors: Any) -> Iterator[Any]:
-    """The tensors of nested lists and tuples."""
-    if isinstance(tensors, (list, tuple)):
-        for one in tensors:
-            yield from flat(one)
-    else:
-        yield tensors
-
-
-def host(asked: Asked) -> dict[str, Any]:
-    """Python functions of rank 0."""
-    asked.llm.collective_rpc(begin_host_trace)
-    for _ in range(HOST_CALLS):
-        asked.call(*HOST_CALL)
-    found = asked.llm.collective_rpc(end_host_trace)[0]
-    say(f"  {call_name(*HOST_CALL)}, Python with its profiler: {found['all_ms']:.1f} ms a call,")
-    say(f"    {found['ours_ms']:.1f} ms of it in this package's files; own time of functions:")
-    top = found["functions"][:12]
-    say("    " + "; ".join(f"{f['function'][-56:]} {f['own_ms']:.2f}" for f in top))
-    return found
-
-
 def drawn_engine(attention_backend: str | None, model: str, **options: Any) -> Any:
     """An engine in this process with random weights."""
     from vllm import LLM
@@ -351,17 +290,6 @@ def drawn_engine(attention_backend: str | None, model: str, **options: Any) -> A
         options["attention_backend"] = attention_backend
     options |= {"load_format": "drawn", "hf_overrides": with_dense_attention}
     return LLM(model=model, skip_tokenizer_init=True, seed=0, **options)
-
-
-def begin_host_trace(worker: Any) -> None:
-    worker.trace = cProfile.Profile()
-    worker.trace.enable()
-
-
-def end_host_trace(worker: Any) -> dict[str, Any]:
-    profile = worker.__dict__.pop("trace")
-    profile.disable()
-    return serve_profile.functions_of(profile, HOST_CALLS)
 
 
 def draw_at_load() -> None:
@@ -431,55 +359,6 @@ def engine_of(llm: Any) -> dict[str, Any]:
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
     }
-
-
-class Compilation:
-    """Watches what Triton compiles and tunes from now on, and which CUDA kernels are made.
-
-    Attributes:
-        spent: seconds and counts of tuning and compilation; tuning compiles too.
-        kernels: the names of what is compiled or tuned; the list grows.
-    """
-
-    def __init__(self) -> None:
-        import triton
-        from triton.runtime.autotuner import Autotuner
-
-        self.spent = {"tuning_s": 0.0, "tuned_configurations": 0, "compile_s": 0.0, "compiled": 0}
-        self.kernels: list[str] = []
-        spent, kernels = self.spent, self.kernels
-        bench: Callable[..., Any] = Autotuner._bench
-
-        def tuned(self: Any, *args: Any, **kwargs: Any) -> Any:
-            kernels.append(f"tuned {self.base_fn.__module__}.{self.base_fn.__name__}")
-            begin = time.perf_counter()
-            try:
-                return bench(self, *args, **kwargs)
-            finally:
-                spent["tuning_s"] += time.perf_counter() - begin
-                spent["tuned_configurations"] += 1
-
-        def timed(*, times: Any, cache_hit: bool, **_: Any) -> None:
-            spent["compile_s"] += 0.0 if cache_hit else times.total / 1e6
-            spent["compiled"] += not cache_hit
-
-        def compiled(*args: Any, **kwargs: Any) -> None:
-            kernels.append(f"compiled {kwargs['fn'].module}.{kwargs['fn'].name}")
-
-        Autotuner._bench = tuned
-        triton.knobs.compilation.listener = timed
-        triton.knobs.runtime.jit_post_compile_hook = compiled
-        try:
-            from backend_core.launch import cuda
-        except ModuleNotFoundError:
-            return
-        construct = cuda.CudaKernel.__init__
-
-        def constructed(self: Any, source: Path, name: str, *args: Any, **kwargs: Any) -> None:
-            kernels.append(f"compiled kda_backend.{source.name}:{name}")
-            construct(self, source, name, *args, **kwargs)
-
-        cuda.CudaKernel.__init__ = constructed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from kda_backend.contract.calls import LayerStages
 from kda_backend.contract.values import ConvInputs, NormInputs, StateRef
 from kda_backend.spec import CHUNK, CONV_TAPS
 from kda_backend.step_plan import StepPlan
+from kda_backend.token_spec import has_ptx
 
 if TYPE_CHECKING:
     from backend_core.launch.triton import Argument, Grid, KernelLaunch, Launch
@@ -86,7 +87,7 @@ def _conv_launch(
 ) -> tuple[KernelLaunch, Grid, dict[str, Argument]]:
     channels, table = x.shape[1], step_plan.chunk_table
     assert table is not None
-    kernel, block = _short_conv_kernel(channels, _has_ptx(x))
+    kernel, block = _short_conv_kernel(channels, has_ptx(x))
     grid = step_plan.num_chunks * (-(-channels // block)), 1, 1
     return (
         kernel,
@@ -136,7 +137,7 @@ def _norm_launch(
     x: torch.Tensor, norm: NormInputs
 ) -> tuple[KernelLaunch, Grid, dict[str, Argument]]:
     tokens, heads, dim = x.shape
-    kernel, block = _gated_norm_kernel(dim, _has_ptx(x))
+    kernel, block = _gated_norm_kernel(dim, has_ptx(x))
     given = {"x_ptr": x, "gate_ptr": norm.gate, "weight_ptr": norm.weight, "o_ptr": x}
     numbers = {"eps": float(norm.eps), "num_rows": tokens * heads, "HV": heads}
     return kernel, (-(-tokens * heads // block), 1, 1), given | numbers
@@ -206,7 +207,3 @@ def _gated_norm_kernel(dim: int, fast_math: bool) -> tuple[KernelLaunch, int]:
     axes = {"x": "th", "gate": "th", "o": "th"}
     launch = KernelLaunch(gated_norm_kernel, constexprs, {"num_warps": 4}, axes=axes)
     return launch, block_r
-
-
-def _has_ptx(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.version.hip is None

@@ -336,17 +336,19 @@ def kda_commit_(
     if kept is not None and len(kept) != 2:
         raise ValueError(f"kept must be a pair of slots and counts, got {len(kept)} values")
     slots, counts = (None, None) if kept is None else kept
-    checked = check_commit(gate, state, records, indices, num_accepted, slots, counts, selection)
+    paths, num_layers = check_commit(
+        gate, state, records, indices, num_accepted, slots, counts, selection
+    )
     refuse_gradients(gate, state, records)
     pool, own = state.read, state.indices
     assert pool is not None and own is not None
-    layers, first = max(checked.layers, 1), pool[0] if checked.layers else pool
+    layers, first = max(num_layers, 1), pool[0] if num_layers else pool
     check_rows("state_indices", own, "slot", first)
-    of_layer = records.of_layer(0) if checked.layers else records
+    of_layer = records.of_layer(0) if num_layers else records
     check_rows("record_indices", indices, "row", of_layer.correction)
     if slots is not None:
         check_rows("kept_slots", slots, "slot", first)
-    if not checked.layers:
+    if not num_layers:
         pool, records = pool[None], Records(records.correction[None], records.key_gate[None])
     a_log, dt_bias = (None if x is None else x.view(layers, -1) for x in gate[1:3])
     call = CommitCall(
@@ -360,7 +362,7 @@ def kda_commit_(
         counts,
         state.null_slot,
     )
-    checked.selection.verify_records.run(own.shape[0] * pool.shape[2]).commit(call)
+    paths.verify_records.run(own.shape[0] * pool.shape[2]).commit(call)
 
 
 def _num_sequences(q: torch.Tensor, plan: StepPlan | torch.Tensor | None) -> int:

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from backend_core.contracts import expect_kernel_device, expect_stride, expect_tensors
+from backend_core.contracts import (
+    expect_dtype,
+    expect_kernel_device,
+    expect_stride,
+    expect_tensors,
+)
 from backend_core.launch.streams import is_capturing, is_elsewhere, run_there
 from backend_core.ready import Prepared
 from kda_backend.spec import CHUNK
@@ -220,9 +225,7 @@ def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:
         expect_tensors(**{name: cu_seqlens})
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = str(cu_seqlens.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must have dtype int32 or int64, got {got}")
+    expect_dtype(name, cu_seqlens, torch.int32, torch.int64)
     expect_stride(name, cu_seqlens, 0, 1)
 
 

@@ -10,8 +10,8 @@ from backend_core.contracts import once
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection, select
 from backend_core.target import Target, detect_target
+from mla_backend.contract import token_stride
 from mla_backend.contract.mla_decode import MlaInputs, check_mla_decode, split_cache
-from mla_backend.contract.sparse_mla import token_stride
 from mla_backend.decode import MlaPath
 from mla_backend.launch_params import TABLES
 from mla_backend.scratch import SplitScratch, scratch_of_call

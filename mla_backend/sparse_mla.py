@@ -10,12 +10,12 @@ from backend_core.contracts import once
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection, select
 from backend_core.target import Target, detect_target
+from mla_backend.contract import token_stride
 from mla_backend.contract.sparse_mla import (
     NamedRows,
     SparseMlaInputs,
     check_addresses,
     check_sparse_mla,
-    token_stride,
 )
 from mla_backend.launch_params import TABLES
 from mla_backend.scratch import SplitScratch, scratch_of_call

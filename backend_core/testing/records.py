@@ -32,23 +32,6 @@ def write_record(path: Path, record: Any) -> None:
         new.unlink(missing_ok=True)
 
 
-def merged_records(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Join the records of one run's parts: what describes the run, and the ``rows`` of all.
-
-    Raises:
-        ValueError: the parts are not of one run.
-    """
-    heads: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
-    for path in paths:
-        head = json.loads(path.read_text(encoding="utf-8"))
-        rows += head.pop("rows")
-        heads.append(head)
-        if head != heads[0]:
-            raise ValueError(f"{path} and {paths[0]} differ: {head} and {heads[0]}")
-    return heads[0], rows
-
-
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")

@@ -1,4 +1,4 @@
-"""A decode step of a real vLLM engine: its time from the scheduler's log, its kernels by CUPTI.
+"""The time of a decode step of a real vLLM engine, from the scheduler's log.
 
 `benchmarks.serve_vllm` measures with it. A step's time is that between two calls of the scheduler,
 both of which scheduled one token of each sequence and nothing else; with asynchronous scheduling
@@ -7,20 +7,15 @@ this is the time by which the engine advances, not the latency of one step.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from statistics import median_high as median
 from typing import Any
 
-from benchmarks.engines import serve_profile
 from benchmarks.engines.serve_work import decode_name, row
 
-STEPS, REPEATS, PROFILED = 32, 3, 8
-# parts of the names of the kernels of a KDA layer between its projections
-KDA_KERNELS = ("causal_conv1d_update", "kda", "decode_step", "recurrent", "rms_norm_gated",
-               "layer_norm_gated", "gated_norm")  # fmt: skip
+STEPS, REPEATS = 32, 3
 
 
 class StepLog:
@@ -95,31 +90,6 @@ def step_row(
     ]
     spread = {"least_ms": min(times), "steps": len(times)}
     return row(what or decode_name(count, length), "decode", median(times), **spread)
-
-
-def kernels_of_a_step(generate: Callable[[int], Any]) -> dict[str, list[float]]:
-    """[ms, launches] by kernel of one of `PROFILED` steps, by the difference of two profiles."""
-    longer, shorter = (
-        serve_profile.kernels_of(functools.partial(generate, n)) for n in (2 + PROFILED, 2)
-    )
-    return {
-        name: [(at[i] - shorter.get(name, (0.0, 0))[i]) / PROFILED for i in (0, 1)]
-        for name, at in longer.items()
-    }
-
-
-def part_of_a_step(
-    kernels: dict[str, list[float]], name: str, parts: tuple[str, ...]
-) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """GPU time and launches of a step, and of its kernels that have one of ``parts`` in their
-    names; these kernels."""
-    own = {k: at for k, at in kernels.items() if any(part in k for part in parts)}
-    found = {
-        "gpu_ms": sum(ms for ms, _ in kernels.values()),
-        "launches": sum(count for _, count in kernels.values()),
-        f"{name}_ms": sum(ms for ms, _ in own.values()),
-    }
-    return found, own
 
 
 def draft_memory_kib(worker: Any) -> dict[str, float]:

@@ -7,10 +7,8 @@ The model is vLLM's own DeepSeek-V4 or V4.1 for CUDA in bf16, as `benchmarks.eng
 configures it, with 64 heads or as few as a rank has under tensor parallelism. V4.1 is the language
 model alone, and captures fewer sizes. Its last layer makes rows of its own: behind the last such
 layer vLLM would run a prompt's last tokens alone, in graphs of their own.
-What the machine may lack is replaced by the engine's own code in another form, on every side alike:
-
-- mHC by vLLM's torch functions, since TileLang need not be there; its warm-up is off for this.
-- without CuTe DSL, upstream's main compressor by vLLM's own Triton kernel.
+mHC runs in vLLM's torch functions on every side, since TileLang need not be there; its warm-up is
+off for this.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ import argparse
 import json
 import os
 import random
-import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -68,7 +64,6 @@ MHC = {  # by module the functions of hyper-connections that it calls
         "ops.mhc": ("mhc_fused_post_pre_delayed_tilelang",),
     },
 }
-CUTEDSL = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
 
 _begin = time.perf_counter()
 
@@ -97,8 +92,8 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "release": vllm.__version__,
-        "cutedsl": prepare(flag, args.model),
     }
+    prepare(flag, args.model)
     watch = attention = None
     if flag:
         attention = watch_attention(args.model)
@@ -171,11 +166,11 @@ def say(line: str) -> None:
     print(f"[{time.perf_counter() - _begin:6.1f} s] {line}", flush=True)
 
 
-def prepare(flag: bool, name: str) -> bool:
-    """Load plug-ins and put the engine's own torch and Triton code in the place of what is missing.
+def prepare(flag: bool, name: str) -> None:
+    """Load plug-ins and put the engine's own torch functions in the place of mHC's.
 
-    Returns:
-        Whether upstream's main compressor runs its CuTe DSL kernels.
+    Raises:
+        RuntimeError: the engine's other kernels lack what they need.
     """
     import importlib
 
@@ -191,8 +186,8 @@ def prepare(flag: bool, name: str) -> bool:
         entry.vllm.mla()
     if not has_deep_gemm():
         raise RuntimeError("the indexer of vllm needs DeepGEMM, and none can be imported")
-    if not has_cutedsl():
-        sys.modules[CUTEDSL] = triton_compressor()
+    if name == "v4" and not has_cutedsl():
+        raise RuntimeError("the main compressor of vllm needs CuTe DSL, and none can be imported")
     functions = mhc_functions()
     for part, names in MHC[name].items():
         module = importlib.import_module(f"vllm.models.deepseek_{name}.nvidia.{part}")
@@ -205,24 +200,6 @@ def prepare(flag: bool, name: str) -> bool:
         architecture = CONFIGS[name]["architectures"][0]
         vllm.ModelRegistry.register_model(architecture, model.DeepseekV41LLMForCausalLM)
     warm_up_before_capture()
-    return bool(has_cutedsl())
-
-
-def triton_compressor() -> types.ModuleType:
-    """vLLM's Triton kernel of the main compressor under the name of its CuTe DSL kernel."""
-    from vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache import (
-        compress_norm_rope_store_triton,
-    )
-
-    def kernel(**arguments: Any) -> None:
-        for name in ("store_full_kv", "store_full_fp8", "fp8_scale"):
-            if arguments.pop(name):
-                raise RuntimeError(f"{name} has no Triton form")
-        compress_norm_rope_store_triton(**arguments)
-
-    module = types.ModuleType(CUTEDSL)
-    module._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL = kernel  # type: ignore[attr-defined]
-    return module
 
 
 def mhc_functions() -> dict[str, Any]:

@@ -39,7 +39,6 @@ class Watch:
         self.equal: Counter[Key] = Counter()
         self.failures: list[str] = []
         self.differing, self.written = 0, 0  # bytes, beside upstream's kernels
-        self.kinds: Counter[str] = Counter()  # of the bytes that differ
         self.records = [0, 0]  # that differ, and written
         self.planted: dict[str, bool] = {}
         self.drafts = 0
@@ -212,8 +211,8 @@ class Watch:
     def count(
         self, after: Memory, upstream: Memory, inputs: dict[str, Input], metadata: Any
     ) -> None:
-        """Add up the bytes that the compressors wrote, and those that upstream's kernels did not
-        write the same: which they are and how far their codes are apart."""
+        """Add up the bytes and the records that the compressors wrote, and those that upstream's
+        kernels did not write the same."""
         self.differing += sum(int((after[x] != upstream[x]).sum()) for x in after)
         for compressor, *_ in inputs.values():
             names = caches_of(compressor)
@@ -224,17 +223,13 @@ class Watch:
                 slots = slots[slots >= 0]
                 row_bytes = cache.shape[2] * cache.element_size()
                 self.written += slots.numel() * row_bytes
-                pages = (slots // cache.shape[1]).unique()
-                ours, theirs = view(after, cache)[pages], view(upstream, cache)[pages]
-                unlike = ours != theirs
-                found = unlike.nonzero().tolist()
                 if cache.element_size() == 1:
+                    pages = (slots // cache.shape[1]).unique()
+                    unlike = view(after, cache)[pages] != view(upstream, cache)[pages]
+                    found = unlike.nonzero().tolist()
                     self.records[1] += slots.numel()
                     rows = {(page, row_of(byte, *cache.shape[1:3])) for page, byte in found}
                     self.records[0] += len(rows)
-                apart = (ours[unlike].int() - theirs[unlike].int()).abs().tolist()
-                for (_, byte), codes in zip(found, apart, strict=True):
-                    self.kinds[f"{part_of(byte, cache)}, {codes} apart"] += 1
 
     def report(self) -> dict[str, Any]:
         rows = [
@@ -249,7 +244,6 @@ class Watch:
             "drafts": self.drafts,
             "bytes_unlike_upstream": self.differing,
             "bytes_written": self.written,
-            "kinds_of_bytes": dict(self.kinds),
             "records_unlike_upstream": self.records[0],
             "records_written": self.records[1],
         }
@@ -278,19 +272,6 @@ def view(memory: Memory, cache: torch.Tensor) -> torch.Tensor:
     shape = (cache.shape[0], cache.shape[1] * cache.shape[2] * unit)
     whole = memory[cache.untyped_storage().data_ptr()]
     return whole.as_strided(shape, (cache.stride(0) * unit, 1), cache.storage_offset() * unit)
-
-
-def part_of(byte: int, cache: torch.Tensor) -> str:
-    """The kind of a byte of a page."""
-    if cache.element_size() == 4:
-        return "state"
-    rows, width = cache.shape[1:3]
-    data = DATA_BYTES[width]
-    if byte >= rows * data:
-        return "scale of a main record" if width == 584 else "scale of an indexer record"
-    if width == 132:
-        return "e4m3 of an indexer record"
-    return "e4m3 of a main record" if byte % data < 448 else "bf16 byte of a main record"
 
 
 def row_of(byte: int, rows: int, width: int) -> int:

@@ -59,11 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser, port: int) -> None:
         type=float,
         help="seconds for all, the server's start included: the load is shortened to whole minutes",
     )
-    parser.add_argument(
-        "--whole-gpu",
-        action="store_true",
-        help="GPU memory of all processes, where nvidia-smi does not tell them apart",
-    )
     parser.add_argument("--port", type=int, default=port)
     parser.add_argument("--timeout", type=float, default=300.0, help="of a server's start, seconds")
     parser.add_argument("--seed", type=int, default=0)
@@ -129,14 +124,14 @@ def measure(
     zero = time.monotonic()
     minutes = minutes_left(args.minutes, args.budget, zero - begin)
     print(f"{minutes:g} minutes of load", flush=True)
-    gpu_mib(server.process.pid, args.whole_gpu)  # fails here rather than in its thread
-    with Memory(server.process.pid, zero, args.whole_gpu) as memory:
+    gpu_mib(server.process.pid)  # fails here rather than in its thread
+    with Memory(server.process.pid, zero) as memory:
         work = load_traffic.run(server.url, traffic, 60.0 * minutes, zero)
         finished = asyncio.run(work)
         seconds = time.monotonic() - zero
     rest = rested(server, counters)
     after = server.counters()
-    again = ask_all(questions, args.port, 64, "after the load")
+    again = ask_all(questions, server, 64, "after the load")
     wrong = [one for one in finished if not one.ok]
     return {
         "minutes": minutes,
@@ -146,7 +141,6 @@ def measure(
         "wrong": [{"kind": w.kind, "at_s": w.start, "why": w.why} for w in wrong[:40]],
         "latency": list(load_traffic.by_minute(finished)),
         "memory": memory.by_minute(int(minutes)),
-        "gpu_memory_of": "all processes" if args.whole_gpu else "the server's processes",
         "counters": {name: after[name] - before.get(name, 0.0) for name in after},
         "at_rest": rest,
         "after": {k: again[k] for k in ("right", "prompt_tokens", "seconds")},
@@ -170,8 +164,8 @@ def rested(server: Server, counters: Counters) -> dict[str, float]:
 class Memory:
     """Samples a process group's memory, on GPU and host, until the end of ``with``."""
 
-    def __init__(self, group: int, zero: float, whole_gpu: bool) -> None:
-        self.group, self.zero, self.whole_gpu = group, zero, whole_gpu
+    def __init__(self, group: int, zero: float) -> None:
+        self.group, self.zero = group, zero
         self.samples: list[dict[str, float]] = []
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._sample, daemon=True)
@@ -195,21 +189,21 @@ class Memory:
     def _sample(self) -> None:
         while not self.stop.is_set():
             at = time.monotonic() - self.zero
-            gpu = gpu_mib(self.group, self.whole_gpu)
-            self.samples.append({"at_s": at, "gpu_mib": gpu, "host_mib": host_mib(self.group)})
+            self.samples.append(
+                {"at_s": at, "gpu_mib": gpu_mib(self.group), "host_mib": host_mib(self.group)}
+            )
             self.stop.wait(SAMPLE_S)
 
 
-def gpu_mib(group: int, whole_gpu: bool) -> float:
-    """GPU memory of the processes of a group, or in use on the first visible GPU, in MiB.
+def gpu_mib(group: int) -> float:
+    """GPU memory of the processes of a group, in MiB.
 
     Raises:
         RuntimeError: nvidia-smi does not tell the memory of a process of the group.
     """
-    if whole_gpu:
-        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        return float(nvidia_smi("--query-gpu=memory.used", "-i", gpu))
-    told = nvidia_smi("--query-compute-apps=pid,used_gpu_memory")
+    ask = ["nvidia-smi", "--query-compute-apps=pid,used_gpu_memory"]
+    ask.append("--format=csv,noheader,nounits")
+    told = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
     sizes = []
     for pid, size in (line.split(", ") for line in told.splitlines()):
         with contextlib.suppress(ProcessLookupError):
@@ -217,15 +211,9 @@ def gpu_mib(group: int, whole_gpu: bool) -> float:
                 sizes.append(size)
     if not sizes or not all(size.isdigit() for size in sizes):
         raise RuntimeError(
-            "nvidia-smi must tell the GPU memory of the server's processes, or --whole-gpu be "
-            f"given; it says {told!r}"
+            f"nvidia-smi must tell the GPU memory of the server's processes; it says {told!r}"
         )
     return float(sum(map(int, sizes)))
-
-
-def nvidia_smi(*options: str) -> str:
-    ask = ["nvidia-smi", *options, "--format=csv,noheader,nounits"]
-    return subprocess.run(ask, capture_output=True, text=True, check=True).stdout
 
 
 def host_mib(group: int) -> float:
@@ -280,7 +268,7 @@ def cliff(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Median latency in the last minute over that in the first, for each concurrency."""
     ratios = {}
     for clients in {row["concurrency"] for row in rows}:
-        medians = [row["latency_ms"]["p50"] for row in rows if row["concurrency"] == clients]
+        medians = [row["latency_ms"] for row in rows if row["concurrency"] == clients]
         ratios[str(clients)] = medians[-1] / medians[0]
     return {"well": bool(ratios) and max(ratios.values()) < 1.5, "last_over_first": ratios}
 
@@ -295,6 +283,6 @@ def show(result: dict[str, Any]) -> int:
         print("well:" if found["well"] else "NOT WELL:", name, json.dumps(found))
     for row in result["latency"]:
         if row["minute"] in (0, int(result["minutes"]) - 1):
-            ms = {k: round(v, 1) for k, v in row["latency_ms"].items()}
+            ms = round(row["latency_ms"], 1)
             print(f"minute {row['minute']}, {row['concurrency']} at a time: {ms} ms")
     return not all(found["well"] for found in result["verdict"].values())

@@ -1,19 +1,14 @@
-"""Where an engine's call spends its time: kernels on the GPU, how busy it is, Python functions."""
+"""Where an engine's call spends its time: kernels on the GPU, and how busy it is."""
 
 from __future__ import annotations
 
-import cProfile
-import pstats
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.engines.serve_work import say
 
-OURS = ("kda_backend", "mla_backend", "dsv4_backend", "backend_core")
-KERNELS, FUNCTIONS, GAPS, NAME = 12, 10, 4, 80
-"""The most that a result lists of each, the longest first, and characters of a kernel's name."""
-_ROOTS = ("vllm", "sglang", "torch", "triton", *OURS)
+KERNELS, NAME = 12, 80
+"""The most that a result lists, the longest first, and characters of a kernel's name."""
 
 
 def shown(what: str, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -26,15 +21,6 @@ def shown(what: str, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     top = list(ranks[0]["kernels"].items())[:10]
     say("    " + "; ".join(f"{name[:44]} {ms:.2f} in {n}" for name, (ms, n) in top))
     return [{"what": what, "rank": rank, **profile} for rank, profile in enumerate(ranks)]
-
-
-def kernels_of(call: Callable[[], Any]) -> dict[str, tuple[float, int]]:
-    """Kernel name -> (ms, launches) of a call."""
-    found: dict[str, tuple[float, int]] = {}
-    for name, start, end in spans_of(call):
-        ms, count = found.get(name, (0.0, 0))
-        found[name] = (ms + (end - start) / 1e3, count + 1)
-    return found
 
 
 Span = tuple[str, float, float]
@@ -63,13 +49,6 @@ class Trace:
         ]
 
 
-def spans_of(call: Callable[[], Any]) -> list[Span]:
-    """A call's kernels and copies."""
-    trace = Trace()
-    call()
-    return trace.spans()
-
-
 def summary(spans: list[Span]) -> dict[str, Any]:
     """Of the kernels and copies of a call, how busy the GPU is.
 
@@ -84,11 +63,9 @@ def summary(spans: list[Span]) -> dict[str, Any]:
         at = by_kernel.setdefault(name, [0.0, 0])
         at[0] += (end - start) / 1e3
         at[1] += 1
-    covered, gaps = 0.0, []
+    covered = 0.0
     until = min(start for _, start, _ in spans)
     for _, start, end in sorted(spans, key=lambda span: span[1]):
-        if start > until:
-            gaps.append((start - until) / 1e3)
         covered += max(0.0, end - max(start, until)) / 1e3
         until = max(until, end)
     span_ms = (until - min(start for _, start, _ in spans)) / 1e3
@@ -97,7 +74,6 @@ def summary(spans: list[Span]) -> dict[str, Any]:
         "span_ms": span_ms,
         "busy": covered / span_ms if span_ms else 1.0,
         "launches": len(spans),
-        "longest_gaps_ms": sorted(gaps, reverse=True)[:GAPS],
         "kernels": longest(by_kernel),
     }
 
@@ -111,33 +87,3 @@ def longest(kernels: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]
         at[0] += ms
         at[1] += launches
     return dict(sorted(by_name.items(), key=lambda item: -item[1][0])[:KERNELS])
-
-
-def functions_of(profile: cProfile.Profile, calls: int) -> dict[str, Any]:
-    """Python functions of ``calls`` calls by their own time; the profiler's time is part of it."""
-    rows = []
-    entries: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    for (file, _, name), (_, count, own, total, _) in entries.items():
-        rows.append(
-            {
-                "function": f"{module_of(file)}:{name}",
-                "calls": count / calls,
-                "own_ms": 1e3 * own / calls,
-                "ms": 1e3 * total / calls,
-            }
-        )
-    rows.sort(key=lambda row: -float(row["own_ms"]))
-    return {
-        "all_ms": sum(float(row["own_ms"]) for row in rows),
-        "ours_ms": sum(float(r["own_ms"]) for r in rows if str(r["function"]).startswith(OURS)),
-        "functions": rows[:FUNCTIONS],
-    }
-
-
-def module_of(file: str) -> str:
-    """A source file as a dotted name from its package on."""
-    parts = list(Path(file).with_suffix("").parts)
-    if "site-packages" in parts:
-        parts = parts[parts.index("site-packages") + 1 :]
-    roots = [i for i, part in enumerate(parts) if part in _ROOTS]
-    return ".".join(parts[roots[0] :] if roots else parts[-1:])

@@ -22,16 +22,13 @@ SOURCE = (
 
 
 MIN_CONTEXT_QUESTIONS = 3
+MIN_TOKENS, MAX_TOKENS = 500, 2000  # of a prompt
 
 
 def make_questions(
-    questions: Sequence[recall.Question],
-    count: int,
-    seed: int,
-    min_tokens: int = 500,
-    max_tokens: int = 2000,
+    questions: Sequence[recall.Question], count: int, seed: int
 ) -> recall.QuestionSet:
-    """Draw ``count`` items whose prompts have ``min_tokens`` to ``max_tokens`` tokens.
+    """Draw ``count`` items whose prompts have `MIN_TOKENS` to `MAX_TOKENS` tokens.
 
     The same arguments give the same items. Target lengths are uniform; a context has at least
     `MIN_CONTEXT_QUESTIONS` questions with different answers, and each of its positions is asked
@@ -44,7 +41,7 @@ def make_questions(
     for _ in range(1000 * count):
         if len(drawn) == count:
             break
-        target = rng.randint(min_tokens, max_tokens)
+        target = rng.randint(MIN_TOKENS, MAX_TOKENS)
         context = [rng.randrange(len(questions))]
         used = sizes[context[0]] + len(questions[context[0]].ask().encode())
         answers = {questions[context[0]].answer}
@@ -54,11 +51,11 @@ def make_questions(
                 context.append(index)
                 used += sizes[index]
                 answers.add(questions[index].answer)
-        if len(context) >= MIN_CONTEXT_QUESTIONS and used >= min_tokens:
+        if len(context) >= MIN_CONTEXT_QUESTIONS and used >= MIN_TOKENS:
             drawn.append(context)
     if len(drawn) < count:
         raise ValueError(
-            f"expected questions that fill {count} prompts of {min_tokens} to {max_tokens} tokens, "
+            f"expected questions that fill {count} prompts of {MIN_TOKENS} to {MAX_TOKENS} tokens, "
             f"got {len(questions)} questions that fill {len(drawn)}"
         )
     kept = sorted({index for context in drawn for index in context})

@@ -19,11 +19,10 @@ from torch import Tensor
 from backend_core.contracts import expect_device, expect_shape, expect_tensors
 from block_sparse_backend.contract import empty_output
 from block_sparse_backend.plan import kept
-from block_sparse_backend.sage import packed_attention, quantised_attention
+from block_sparse_backend.sage import DEFAULT_MODE, packed_attention, quantised_attention
 from block_sparse_backend.selection import default_blocks_int8
 from block_sparse_backend.spec import SageMode
 
-DEFAULT_MODE = SageMode()
 _packed = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
 Result = Tensor | tuple[Tensor, Tensor]
 Groups = Literal["per_warp", "per_thread"]

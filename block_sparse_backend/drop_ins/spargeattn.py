@@ -23,11 +23,11 @@ from torch import Tensor
 
 from backend_core.contracts import expect_device
 from backend_core.launch.streams import is_elsewhere, run_there
-from block_sparse_backend.drop_ins.sageattention import DEFAULT_MODE, heads_first, refuse_mask
+from block_sparse_backend.drop_ins.sageattention import heads_first, refuse_mask
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice, PerHead
 from block_sparse_backend.plan.predicted import from_map
-from block_sparse_backend.sage import predicted_attention, quantised_attention
+from block_sparse_backend.sage import DEFAULT_MODE, predicted_attention, quantised_attention
 from block_sparse_backend.spec import SageMode
 
 _predicted = torch.compiler.disable(predicted_attention)  # type: ignore[no-untyped-call]

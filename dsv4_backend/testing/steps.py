@@ -57,18 +57,6 @@ class TimedStep:
             return lambda: compress_decode_(*tensors, plan, target=target, selection=selection)
         return lambda: compress_prefill_(*tensors, plan, target=target, selection=selection)
 
-    def floor_bytes(self) -> int:
-        """Each input row read and each state row written once; windows and records of the ends.
-
-        Window rows that the call itself brought in are counted once, as input.
-        """
-        spec = self.layer.spec
-        rows = 2 * self.step_plan.num_tokens * spec.row_width * 4
-        records = self.ends * spec.record.record_bytes
-        if isinstance(self.step_plan, PrefillStepPlan):
-            return rows + records
-        return rows + records + self.ends * (spec.window - 1) * 2 * spec.head_dim * 4
-
 
 @functools.cache
 def rope_table(device: torch.device) -> torch.Tensor:
@@ -143,21 +131,6 @@ class TimedV41:
         tensors = (call.layer, call.kv_score, call.state, call.cache, call.index_cache)
         chosen: dict[str, Any] = {"target": target, "selection": selection}
         return lambda: compress_v41_(*tensors, plan, score=call.score, **chosen)
-
-    def floor_bytes(self) -> int:
-        """Inputs read once, the newest rows of each ring and every record written once, and of
-        decodes the row before each end read; the projection of the keys read once."""
-        call, plan = self.call, self.step_plan
-        spec = call.layer.spec
-        records = self.ends * (spec.main.record.record_bytes + spec.index.record.record_bytes)
-        rows = call.kv_score.nbytes + (0 if call.score is None else call.score.nbytes)
-        moved = rows + records + call.layer.key_projection.nbytes
-        if call.state is None:
-            return moved
-        row = call.state.shape[2] * call.state.element_size()
-        if plan.longest == 1:
-            return moved + (plan.num_tokens + self.ends) * row
-        return moved + min(plan.num_tokens, plan.num_requests * call.state.shape[1]) * row
 
 
 def make_v41(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from backend_core.contracts import expect_dtype, expect_tensors, once
@@ -26,18 +24,6 @@ from kda_backend.contract.values import (
 )
 from kda_backend.selection import KdaSelection, KdaShape, selection_of_call
 from kda_backend.spec import MAX_STEP_DIM, Gate
-
-
-class CheckedCommit(NamedTuple):
-    """The findings of `check_commit`.
-
-    Attributes:
-        selection: the paths that serve it.
-        layers: of the call; 0 where its tensors have no such dimension.
-    """
-
-    selection: KdaSelection
-    layers: int
 
 
 def check_draft_records(
@@ -90,8 +76,12 @@ def check_commit(
     kept_slots: torch.Tensor | None,
     kept_counts: torch.Tensor | None,
     selection: KdaSelection | None,
-) -> CheckedCommit:
+) -> tuple[KdaSelection, int]:
     """Check all but values of a fold.
+
+    Returns:
+        The paths that serve it, and the layers of the call; 0 where its tensors have no such
+        dimension.
 
     Raises:
         ValueError: an argument is not as `kda_commit_` describes it.
@@ -140,7 +130,7 @@ def check_commit(
     dtype, bounded = records.key_gate.dtype, gate.kind == Gate.BOUNDED
     key_heads = heads if selection is None else selection.shape.num_heads
     of_call = KdaShape(key_heads, heads, key_dim, value_dim, bounded, dtype, dtype)
-    return CheckedCommit(selection_of_call(selection, device, of_call), lead[0] if lead else 0)
+    return selection_of_call(selection, device, of_call), lead[0] if lead else 0
 
 
 def _name(x: torch.Tensor) -> str:

@@ -32,3 +32,11 @@ def expect_output(
     expect_device(name, tensor, device)
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+
+
+def token_stride(x: torch.Tensor) -> int:
+    """Elements from a query token of ``[requests, query tokens, ...]`` to the next one.
+
+    Where a request has one query token, that dimension's stride may be anything.
+    """
+    return x.stride(1) if x.shape[1] > 1 else x.stride(0)

@@ -52,14 +52,6 @@ class NamedRows:
         return self.cache.shape[0] * (self.cache.shape[1] if self.cache.dim() == 3 else 1)
 
 
-def token_stride(x: torch.Tensor) -> int:
-    """Elements from a query token of ``[requests, query tokens, ...]`` to the next one.
-
-    Where a request has one query token, that dimension's stride may be anything.
-    """
-    return x.stride(1) if x.shape[1] > 1 else x.stride(0)
-
-
 def at_one_stride(x: torch.Tensor) -> torch.Tensor:
     """``[requests, query tokens, ...]`` as the operators take it: the tensor, or a copy where the
     last dimension has gaps or the query tokens of all requests do not lie at one stride."""

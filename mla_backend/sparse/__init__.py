@@ -25,3 +25,16 @@ class SparseRun(Protocol):
 
     def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
         """The constants for which the kernels of such a call are compiled."""
+
+
+class WholeTokens:
+    """The paths by which no token's rows are shared."""
+
+    def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
+        return 1
+
+    def scratch_rows(self, tokens: int, splits: int) -> int:
+        return 0
+
+    def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
+        return ()

@@ -13,6 +13,7 @@ from mla_backend.kernels.sm90.sparse_mla_rows import sparse_mla_rows_sm90_kernel
 from mla_backend.launch_params import GluonSparseMlaParams
 from mla_backend.plan.sparse_splits import OVERHEAD, blocks_of, sparse_shares, sparse_splits
 from mla_backend.scratch import SplitScratch
+from mla_backend.sparse import WholeTokens
 from mla_backend.sparse.combine import combine, combine_shares
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
@@ -115,21 +116,12 @@ class GluonRecords:
             combine_shares(x, partial_out, partial_lse, ctas, requests)
 
 
-class GluonRows:
+class GluonRows(WholeTokens):
     """One launch over rows of bf16; a prompt has tokens enough for every SM, so none is split."""
 
     def __init__(self, params: GluonSparseMlaParams, spec: SparseMlaSpec, target: Target) -> None:
         self._sms, self._tiles = target.num_sms, row_tiles(params, spec.num_heads)
         self._kernel = rows_kernel(params, spec)
-
-    def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
-        return 1
-
-    def scratch_rows(self, tokens: int, splits: int) -> int:
-        return 0
-
-    def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
-        return ()
 
     def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         items = x.tokens * self._tiles

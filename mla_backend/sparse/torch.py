@@ -11,6 +11,7 @@ from backend_core.tables.schema import Row
 from backend_core.target import Target
 from mla_backend.contract.sparse_mla import NamedRows, SparseMlaInputs
 from mla_backend.scratch import SplitScratch
+from mla_backend.sparse import WholeTokens
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
 
@@ -18,17 +19,8 @@ def bind(row: Row, spec: SparseMlaSpec, target: Target) -> SparseInTorch:
     return SparseInTorch()
 
 
-class SparseInTorch:
+class SparseInTorch(WholeTokens):
     """Float32 arithmetic over each token's rows."""
-
-    def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
-        return 1
-
-    def scratch_rows(self, tokens: int, splits: int) -> int:
-        return 0
-
-    def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
-        return ()
 
     def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         _run(x)

@@ -14,6 +14,7 @@ from mla_backend.kernels import sparse_mla as kernels
 from mla_backend.launch_params import TritonSparseMlaParams
 from mla_backend.plan.sparse_splits import blocks_of, sparse_splits
 from mla_backend.scratch import SplitScratch
+from mla_backend.sparse import WholeTokens
 from mla_backend.sparse.combine import combine
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
@@ -89,21 +90,12 @@ class TritonRecords:
             combine(x, partial_out, partial_lse, splits)
 
 
-class TritonRows:
+class TritonRows(WholeTokens):
     """One launch over rows of bf16; a prompt has tokens enough for every SM, so none is split."""
 
     def __init__(self, params: TritonSparseMlaParams, spec: SparseMlaSpec, target: Target) -> None:
         self._tiles = row_tiles(params, spec.num_heads)
         self._kernel = rows_kernel(params, spec, tl.float32 if interprets() else tl.bfloat16)
-
-    def splits(self, tokens: int, topks: tuple[int, ...]) -> int:
-        return 1
-
-    def scratch_rows(self, tokens: int, splits: int) -> int:
-        return 0
-
-    def variant(self, tokens: int, splits: int) -> tuple[int, ...]:
-        return ()
 
     def __call__(self, x: SparseMlaInputs, scratch: SplitScratch, splits: int) -> None:
         self._kernel.launch((x.tokens * self._tiles, 1, 1), **x.rows_arguments())

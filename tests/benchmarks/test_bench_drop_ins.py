@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend_core.testing.records import merged_records, write_record
+from backend_core.testing.records import write_record
 from benchmarks import bench_drop_ins
 from benchmarks.bench_drop_ins import Case
 
@@ -121,4 +121,4 @@ def test_parts_of_one_run_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads(whole.read_text()) == {**head, "rows": rows}
     write_record(parts[1], {**head, "gpu": "other", "rows": []})
     with pytest.raises(ValueError, match="differ"):
-        merged_records(parts)
+        bench_drop_ins.merged(parts)

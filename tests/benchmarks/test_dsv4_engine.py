@@ -33,7 +33,6 @@ def side(name: str) -> dict[str, Any]:
         "heads": 64,
         "gpu": "NVIDIA H200",
         "release": "0.33.0",
-        "cutedsl": False,
         "compressors": ["FusedCompressor" if name.startswith("flag") else "DeepseekCompressor"],
         "engine": {
             "model_runner_v2": True,
@@ -66,7 +65,6 @@ def side(name: str) -> dict[str, Any]:
             "drafts": 9,
             "bytes_unlike_upstream": 1,
             "bytes_written": 1000,
-            "kinds_of_bytes": {"e4m3 of a main record, 1 apart": 1},
             "records_unlike_upstream": 1,
             "records_written": 10,
         }

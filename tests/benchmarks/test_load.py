@@ -27,7 +27,7 @@ def run(
     script = SCRIPTS[engine]
     where = {engine: "1.2.3", "gpu": "none", "torch": "-", "triton": "-"}
     monkeypatch.setattr(load_run, "versions", lambda engine: where)
-    monkeypatch.setattr(load_run, "gpu_mib", lambda group, whole: 1000.0)
+    monkeypatch.setattr(load_run, "gpu_mib", lambda group: 1000.0)
     monkeypatch.setattr(load_run, "SAMPLE_S", 0.2)
     monkeypatch.setattr(load_run, "MINUTE", 2.0)
     monkeypatch.setattr(load_run, "HOST_GROWTH", 9.0)
@@ -115,7 +115,7 @@ def test_the_same_seed_draws_the_same_requests() -> None:
 
 
 def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
-    memory = load_run.Memory(0, 0.0, False)
+    memory = load_run.Memory(0, 0.0)
     memory.samples = [
         {"at_s": float(s), "gpu_mib": 1000.0 + s, "host_mib": 1.0} for s in range(0, 180, 2)
     ]
@@ -126,9 +126,7 @@ def test_memory_that_grows_and_a_cliff_are_not_well() -> None:
         "counters": {},
         "minutes": 3.0,
         "memory": memory.by_minute(3),
-        "latency": [
-            {"concurrency": 1, "minute": m, "latency_ms": {"p50": 10.0 + 10 * m}} for m in range(3)
-        ],
+        "latency": [{"concurrency": 1, "minute": m, "latency_ms": 10.0 + 10 * m} for m in range(3)],
     }
     found = load_run.verdict(result, load_vllm.COUNTERS)
     well = {name: row["well"] for name, row in found.items()}

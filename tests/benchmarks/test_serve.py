@@ -88,15 +88,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> serve_vllm.Asked:
     monkeypatch.setattr(serve_work, "SHARED_PROMPT", (4, 2048))
     monkeypatch.setattr(serve_work, "CROWDS", {"crowd": (9, 64, 7), "long_crowd": (3, 1024, 7)})
 
-    def spans(call: Any) -> list[tuple[str, float, float]]:
-        call()
-        return [("gemm", 0.0, 2000.0), ("kda_decode_step", 3000.0, 4000.0)]
-
     class Trace:
         def spans(self) -> list[serve_profile.Span]:
-            return spans(lambda: None)
+            return [("gemm", 0.0, 2000.0), ("kda_decode_step", 3000.0, 4000.0)]
 
-    monkeypatch.setattr(serve_profile, "spans_of", spans)
     monkeypatch.setattr(serve_profile, "Trace", Trace)
     asked = serve_vllm.Asked()
     asked.llm = Engine()
@@ -136,7 +131,7 @@ def test_every_part_writes_its_rows(asked: serve_vllm.Asked, tmp_path: Path) -> 
         "1 × 8,192",
     ]
     assert asked.llm.busy == -1  # emptied before prompts are asked again, but not the long ones
-    assert kept["host"]["functions"] and kept["tokens_summary"]["distinct_tokens"] == 1
+    assert kept["tokens_summary"]["distinct_tokens"] == 1
     long = kept["long_tokens"]
     assert len(long["lengths"]) == len(long["apart"]) == len(long["resumed"]) == 16
     assert all(4096 <= length <= 9000 for length in long["lengths"])
@@ -185,7 +180,7 @@ def test_the_gpus_busy_share_counts_overlap_once() -> None:
     spans = [("a", 0.0, 100.0), ("b", 50.0, 150.0), ("a", 200.0, 250.0)]
     found = serve_profile.summary(spans)
     assert found["gpu_ms"] == pytest.approx(0.25) and found["span_ms"] == pytest.approx(0.25)
-    assert found["busy"] == pytest.approx(0.8) and found["longest_gaps_ms"] == pytest.approx([0.05])
+    assert found["busy"] == pytest.approx(0.8)
     assert found["kernels"] == {"a": [pytest.approx(0.15), 2], "b": [pytest.approx(0.1), 1]}
     with pytest.raises(ValueError, match="got none"):
         serve_profile.summary([])

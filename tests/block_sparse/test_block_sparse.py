@@ -13,10 +13,10 @@ from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import BlockPlan, from_kinds, uniform_sequences
 from block_sparse_backend.testing.cases import (
     BLOCKS,
-    assert_matches,
     causal_seen,
     inputs,
 )
+from tests.block_sparse.results import assert_matches
 
 PATHS = pytest.mark.parametrize("path", ["torch", "triton"])
 

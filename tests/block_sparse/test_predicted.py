@@ -20,11 +20,11 @@ from block_sparse_backend.selection import paths_on
 from block_sparse_backend.spec import PredictSpec, QuantiseSpec, SageMode
 from block_sparse_backend.testing.cases import (
     BLOCKS,
-    assert_matches,
     causal_seen,
     elements_seen,
     inputs,
 )
+from tests.block_sparse.results import assert_matches
 from tests.engines.kda.sglang.device_graph import DeviceGraph
 
 M, N = 80, 200

@@ -16,12 +16,12 @@ from block_sparse_backend.sage import quantised_attention
 from block_sparse_backend.spec import SageMode
 from block_sparse_backend.testing.cases import (
     BLOCKS,
-    assert_matches,
     attention_of,
     causal_seen,
     inputs,
     quantised,
 )
+from tests.block_sparse.results import assert_matches
 
 MODES = {
     "e4m3_values": (SageMode(), 6e-2, 0.25),

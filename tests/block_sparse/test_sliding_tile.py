@@ -13,8 +13,9 @@ from block_sparse_backend import reference
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.plan.sliding_tile import sliding_tile
 from block_sparse_backend.plan.token_order import Box, tile_order
-from block_sparse_backend.testing.cases import assert_matches, elements_seen, inputs
+from block_sparse_backend.testing.cases import elements_seen, inputs
 from block_sparse_backend.video import VideoAttention
+from tests.block_sparse.results import assert_matches
 
 CPU = torch.device("cpu")
 boxes = st.tuples(*(st.integers(1, 9) for _ in range(3)))

@@ -16,9 +16,9 @@ from backend_cli.eval import endpoint
 from backend_cli.eval import gsm8k as eval_gsm8k
 from backend_cli.eval import recall as eval_recall
 from backend_cli.eval import recall_task as recall
-from benchmarks.recall.canary import with_transposed_state
 from kda_backend.engines import transformers as kda
 from tests.cli.program import TEN, assert_one_sentence, run
+from tests.recall_canary import with_transposed_state
 
 if TYPE_CHECKING:
     from tests.cli.server import Server

@@ -16,8 +16,8 @@ from backend_cli import demo
 from backend_cli.eval import recall_task as recall
 from backend_core.engines import Engine
 from backend_core.strict import FallbackError
-from benchmarks.recall.canary import with_transposed_state
 from kda_backend.engines import transformers as kda
+from tests.recall_canary import with_transposed_state
 
 OPERATORS = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
 # logits have a standard deviation of about 1.6; exponentials are approximations on a GPU

@@ -375,7 +375,6 @@ def test_the_gpu_script_sees_a_wrong_graph(monkeypatch: pytest.MonkeyPatch, rati
     assert seen["planted_errors_seen"] == {"mixed": True}
     assert seen["records_written"] == 2 * 2 * (19 if ratio == 1 else 10)
     assert 0 < seen["bytes_unlike_upstream"] < seen["bytes_written"] / 4
-    assert sum(seen["kinds_of_bytes"].values()) <= seen["bytes_unlike_upstream"]
 
 
 def test_the_profile_run_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
