@@ -6,25 +6,18 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kda_backend.contract.calls import DecodeCall, VerifyCall
+from kda_backend.contract.calls import DecodeCall
 from kda_backend.launch_params import FusedRecordsParams, FusedStepParams, FusedVerifyParams
 from kda_backend.token_spec import TokenSpec, in_one_layout
 
 if TYPE_CHECKING:
-    import torch
-
     from backend_core.launch.triton import Grid, KernelLaunch
     from backend_core.tables.schema import Row
     from backend_core.target import Target
-    from kda_backend.contract.values import (
-        ConvInputs,
-        GateSpec,
-        NormInputs,
-        StateRef,
-        TokenInputs,
-    )
     from kda_backend.selection import KdaShape
 
+NO_CONV = (None, None, None)
+NO_NORM = (None, None, 0.0)
 AXES = {
     **dict.fromkeys(("q", "k", "v", "g", "beta", "state", "norm_gate", "out"), "n"),
     "conv_state": "ncw",
@@ -58,56 +51,34 @@ def _run(kernel: KernelLaunch, grid: Grid, batch_invariant: bool, call: DecodeCa
     tokens, gate, state, conv, norm, out, _ = call
     if batch_invariant:
         tokens = in_one_layout(tokens)
-    kernel.launch(grid, **step_arguments(tokens, gate, state, conv, norm, out))
-
-
-def step_arguments(
-    tokens: TokenInputs,
-    gate: GateSpec,
-    state: StateRef,
-    conv: ConvInputs | None,
-    norm: NormInputs | None,
-    out: torch.Tensor,
-) -> dict[str, Any]:
-    """The arguments that the kernels of the decode step and of the verifications have in common."""
     q, k, v, g, beta = tokens[:5]
-    assert state.write is not None and state.indices is not None
-    conv_state, conv_weight, conv_bias = conv or (None, None, None)
-    norm_weight, norm_gate, eps = norm or (None, None, 0.0)
-    return {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "g_ptr": g,
-        "beta_ptr": beta,
-        "a_log_ptr": gate.a_log,
-        "dt_bias_ptr": gate.dt_bias,
-        "state_ptr": state.write,
-        "state_indices_ptr": state.indices,
-        "conv_state_ptr": conv_state,
-        "conv_weight_ptr": conv_weight,
-        "conv_bias_ptr": conv_bias,
-        "norm_weight_ptr": norm_weight,
-        "norm_gate_ptr": norm_gate,
-        "out_ptr": out,
-        "null_slot": state.null_slot,
-        "lower_bound": gate.lower_bound,
-        "scale": tokens.scale,
-        "eps": eps,
-        "HV": v.shape[1],
-    }
-
-
-def draft_arguments(call: VerifyCall) -> dict[str, Any]:
-    """Beside `step_arguments`, those that both verifications have."""
-    draft, shape = call.draft, call.shape
-    return {
-        "num_accepted_ptr": draft.num_accepted,
-        "windows_ptr": draft.windows,
-        "cu_seqlens_ptr": draft.cu_seqlens,
-        "tokens_per_sequence": call.tokens.v.shape[0] // max(shape.num_sequences, 1),
-        "max_tokens": shape.max_tokens,
-    }
+    pool, indices = state.write, state.indices
+    assert pool is not None and indices is not None
+    conv_state, conv_weight, conv_bias = conv or NO_CONV
+    norm_weight, norm_gate, eps = norm or NO_NORM
+    kernel.launch(
+        grid,
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        g_ptr=g,
+        beta_ptr=beta,
+        a_log_ptr=gate.a_log,
+        dt_bias_ptr=gate.dt_bias,
+        state_ptr=pool,
+        state_indices_ptr=indices,
+        conv_state_ptr=conv_state,
+        conv_weight_ptr=conv_weight,
+        conv_bias_ptr=conv_bias,
+        norm_weight_ptr=norm_weight,
+        norm_gate_ptr=norm_gate,
+        out_ptr=out,
+        null_slot=state.null_slot,
+        lower_bound=gate.lower_bound,
+        scale=tokens.scale,
+        eps=eps,
+        HV=v.shape[1],
+    )
 
 
 def blocks_axis() -> int:

@@ -7,12 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kda_backend.contract.calls import CommitCall, VerifyCall
-from kda_backend.decode_step.fused import (
-    blocks_axis,
-    draft_arguments,
-    step_arguments,
-    step_constexprs,
-)
+from kda_backend.decode_step.fused import NO_CONV, NO_NORM, blocks_axis, step_constexprs
 from kda_backend.launch_params import FusedRecordsParams, FusedRecordsSm90Params
 from kda_backend.spec import Gate
 from kda_backend.token_spec import TokenSpec, has_ptx, in_one_layout
@@ -82,13 +77,40 @@ def _run(kernel: KernelLaunch, batch_invariant: bool, call: VerifyCall) -> None:
     tokens, gate, state, draft, shape, conv, norm, out = call
     if batch_invariant:
         tokens = in_one_layout(tokens)
+    q, k, v, g, beta = tokens[:5]
+    num_tokens, value_heads = v.shape[:2]
+    conv_state, conv_weight, conv_bias = conv or NO_CONV
+    norm_weight, norm_gate, eps = norm or NO_NORM
     kernel.launch(
-        (tokens.v.shape[1] * shape.num_sequences, 1, 1),
-        **step_arguments(tokens, gate, state, conv, norm, out),
-        **draft_arguments(call),
+        (value_heads * shape.num_sequences, 1, 1),
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        g_ptr=g,
+        beta_ptr=beta,
+        a_log_ptr=gate.a_log,
+        dt_bias_ptr=gate.dt_bias,
+        state_ptr=state.write,
+        state_indices_ptr=state.indices,
         correction_ptr=draft.correction,
         key_gate_ptr=draft.key_gate,
         record_indices_ptr=draft.indices,
+        num_accepted_ptr=draft.num_accepted,
+        conv_state_ptr=conv_state,
+        conv_weight_ptr=conv_weight,
+        conv_bias_ptr=conv_bias,
+        windows_ptr=draft.windows,
+        norm_weight_ptr=norm_weight,
+        norm_gate_ptr=norm_gate,
+        out_ptr=out,
+        cu_seqlens_ptr=draft.cu_seqlens,
+        tokens_per_sequence=num_tokens // max(shape.num_sequences, 1),
+        max_tokens=shape.max_tokens,
+        null_slot=state.null_slot,
+        lower_bound=gate.lower_bound,
+        scale=tokens.scale,
+        eps=eps,
+        HV=value_heads,
     )
 
 
