@@ -29,7 +29,7 @@ def test_prefill_never_looks_ahead(
     kernels: Backend, seed: int, gate: str, dtype: torch.dtype
 ) -> None:
     case = kernels.case(seed, (67,), gate=gate, dims="narrow", dtype=dtype)
-    assert_causal(case, kernels.chunk, (1, 4, 16, 27, 31, 40, 46, 64))
+    assert_causal(case, kernels.chunk, (4, 16, 31, 46, 55, 64))
 
 
 @pytest.mark.parametrize("regime", ["long", "extreme", "collinear"])
@@ -147,7 +147,7 @@ def test_what_a_workspace_holds_does_not_matter(backend: Backend, seed: int) -> 
         [
             (torch.float32, (48, 80)),
             (torch.bfloat16, (32, 16)),
-            (torch.bfloat16, (128, 128)),
+            (torch.bfloat16, (128, 32)),
             (torch.float32, (48, 80)),
         ]
     ):

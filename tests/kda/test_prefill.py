@@ -29,7 +29,7 @@ BATCHES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     *(((length,), {}) for length in LENGTHS),
     ((1000,), {"regime": "weak"}),  # without a drift
     *(
-        ((130,), {"regime": x, "key_dim": 128, "value_dim": 128, "dtype": dtype})
+        ((130,), {"regime": x, "dims": "long keys", "dtype": dtype})
         for x in REGIMES
         for dtype in (torch.bfloat16, torch.float32)
     ),

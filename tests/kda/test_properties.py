@@ -22,7 +22,6 @@ from tests.kda.cases import ON_GPU, Backend, assert_result, assert_same_bits
 SETTINGS = settings(derandomize=True, deadline=None, database=None)
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 KERNELS = Backend("kernels", DEVICE)
-TORCH = Backend("torch", torch.device("cpu"))
 
 lengths = st.lists(
     st.one_of(st.integers(0, 4), st.integers(60, 68), st.integers(0, 130)), max_size=4
@@ -63,15 +62,6 @@ def test_decode_of_any_batch_is_exact(
 ) -> None:
     case = make_case(seed, lengths, value_heads=group * model["heads"], **model)
     assert_result(case, *KERNELS.recurrent(case.to(DEVICE)))
-
-
-@settings(SETTINGS, max_examples=40)
-@given(lengths=lengths, model=models, group=st.integers(1, 2), seed=seeds)
-def test_the_torch_path_is_exact_on_any_batch(
-    lengths: tuple[int, ...], model: dict[str, Any], group: int, seed: int
-) -> None:
-    case = make_case(seed, lengths, value_heads=group * model["heads"], **model)
-    assert_result(case, *TORCH.chunk(case))
 
 
 @settings(SETTINGS, max_examples=8)
