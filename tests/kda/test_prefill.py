@@ -92,13 +92,6 @@ def of_flas_roundings(case: Case) -> torch.Tensor:
     return state[None]
 
 
-def test_scale_multiplies_the_output_only(backend: Backend, seed: int) -> None:
-    case = backend.case(seed, (70,), scale=3.0)
-    assert_result(case, *backend.chunk(case))
-    unit = dataclasses.replace(case, scale=1.0)
-    assert_same_bits("state", backend.chunk(case)[1], backend.chunk(unit)[1])
-
-
 @pytest.mark.parametrize("gate_dtype", DTYPES)
 def test_gate_and_beta_may_have_their_own_dtype(
     backend: Backend, seed: int, gate_dtype: torch.dtype
