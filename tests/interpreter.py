@@ -5,14 +5,28 @@ Nothing of what it computes or refuses changes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import os
 from typing import Any
 
 import triton
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+UNSEEN = ("num_warps", "num_stages", "max_registers", "pdl", "eviction")
+"""Ends of the names of launch parameters that mean nothing to the interpreter."""
+
+
+def seen_parameters(params: Any) -> tuple[tuple[str, Any], ...]:
+    """The launch parameters of a path, without those that the interpreter does not see where it is
+    what runs."""
+    fields = dataclasses.asdict(params)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        fields = {name: value for name, value in fields.items() if not name.endswith(UNSEEN)}
+    return tuple(fields.items())
 
 
 def spare_repeated_work() -> None:

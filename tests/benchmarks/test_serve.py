@@ -214,18 +214,21 @@ CHILD = """
 """
 
 
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that stands in for one side's process."""
+    (tmp_path / "fake_child.py").write_text(textwrap.dedent(CHILD))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    return "fake_child"
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_pair_is_joined_by_what_was_measured(
-    broken: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    broken: bool, child: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "fake_child.py").write_text(textwrap.dedent(CHILD))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     extra = ["--break"] if broken else []
     sides = {"upstream": extra, "flag": [*extra, "--attention-backend", "KDA"]}
-    failed = serve_sides.pair("fake_child", sides, tmp_path / "out.json", 60.0)
+    failed = serve_sides.pair(child, sides, tmp_path / "out.json", 60.0)
     shown = capfd.readouterr().out
     result = json.loads((tmp_path / "out.json").read_text())
     assert "| said by upstream" in shown and ("not shown" in shown) == broken
@@ -238,18 +241,13 @@ def test_a_pair_is_joined_by_what_was_measured(
 
 @pytest.mark.parametrize("is_alone", [True, False], ids=["one GPU", "a GPU for each"])
 def test_sides_beside_each_other_are_timed_when_all_have_loaded(
-    is_alone: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    is_alone: bool, child: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "fake_child.py").write_text(textwrap.dedent(CHILD))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
     own = [] if is_alone else ["--own-gpu"]
     flag = [*own, "--attention-backend", "KDA"]
     sides = {"flag": flag, "upstream": own, "deterministic_prefix": [*flag, "--variant", "x"]}
     out = tmp_path / "out.json"
-    assert serve_sides.pair("fake_child", sides, out, 60.0, is_beside=True) == 0
+    assert serve_sides.pair(child, sides, out, 60.0, is_beside=True) == 0
     result = json.loads(out.read_text())
     assert result["beside"] and set(result["sides"]) == set(sides)
     (row,) = result["rows"]
@@ -266,17 +264,19 @@ def test_sides_beside_each_other_are_timed_when_all_have_loaded(
 
 @pytest.mark.parametrize("visible", ["", "4,5,6,7"])
 def test_sides_that_are_spread_have_gpus_of_their_own(
-    visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    visible: str,
+    child: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     else:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (tmp_path / "fake_child.py").write_text(textwrap.dedent(CHILD))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     sides = {"flag": ["--attention-backend", "KDA"], "upstream": []}
     out = tmp_path / "out.json"
-    assert serve_sides.pair("fake_child", sides, out, 60.0, spread_ranks=2) == 0
+    assert serve_sides.pair(child, sides, out, 60.0, spread_ranks=2) == 0
     assert json.loads(out.read_text())["rows"][0]["flag_ms"] == 2.0
     lines = capfd.readouterr().out.splitlines()
     gpus = {line for line in lines if line.startswith("| GPUs")}
@@ -485,14 +485,10 @@ def test_a_side_takes_its_caches_and_its_variant(
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton_cache_dir")
 
 
-def test_a_flag_that_did_not_serve_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "fake_child.py").write_text(textwrap.dedent(CHILD))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+def test_a_flag_that_did_not_serve_is_a_failure(child: str, tmp_path: Path) -> None:
     sides = {"flag": ["--attention-backend", "KDA"], "upstream": []}
     out = tmp_path / "out.json"
-    assert serve_sides.pair("fake_child", sides, out, 60.0, "KDA layers on") == 1
+    assert serve_sides.pair(child, sides, out, 60.0, "KDA layers on") == 1
     failed = json.loads(out.read_text())["sides"]["flag"]["failed"]
     assert failed == {"served": "expected a line with 'KDA layers on' in the log"}
 

@@ -112,8 +112,7 @@ def test_wide_logits(
 
 
 @pytest.mark.parametrize("fp8_values", [True, False])
-@pytest.mark.parametrize("m", [64, 200])
-@pytest.mark.parametrize("size", [20.0, 150.0, 900.0, 5500.0, 60000.0])
+@pytest.mark.parametrize(("size", "m"), [(20.0, 200), (900.0, 64), (5500.0, 200), (60000.0, 64)])
 def test_a_massive_key(
     size: float, m: int, fp8_values: bool, seed: int, device: torch.device
 ) -> None:

@@ -98,19 +98,6 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def test_only_our_names_are_taken(hooks: dict[str, Any]) -> None:
-    assert len(hooks) == 2 and all("CudaPlatform." not in target for target in hooks)
-    choose = next(iter(hooks.values()))
-
-    def upstream(cls: object, selected: object, head_size: int, dtype: object) -> str:
-        return f"{cls} {selected} {head_size} {dtype}"
-
-    for selected in (None, Backends.FA):
-        assert choose(upstream, "cls", selected, 128, "bf16") == f"cls {selected} 128 bf16"
-    for selected in (Backends.SAGE_ATTN, Backends.SPARGE_ATTN, Backends.SLIDING_TILE_ATTN):
-        assert load(choose(upstream, "cls", selected, 128, "bf16")).get_enum() is selected
-
-
 @pytest.mark.parametrize("name", [Backends.SAGE_ATTN, Backends.SPARGE_ATTN])
 def test_forward(
     name: Backends,
@@ -171,19 +158,6 @@ def test_heads_between_the_sizes_of_the_kernels(
     double = [x.cpu().double().transpose(1, 2) for x in (q, k, v)]
     want = scaled_dot_product_attention(*double).transpose(1, 2)
     assert relative_error(got.cpu(), want) < 6e-2
-
-
-@pytest.mark.parametrize(
-    "name", [Backends.SAGE_ATTN, Backends.SPARGE_ATTN, Backends.SLIDING_TILE_ATTN]
-)
-def test_heads_that_no_kernel_has_are_refused_where_sglang_chooses(
-    name: Backends, hooks: dict[str, Any]
-) -> None:
-    """sglang takes another backend for parts beside the transformer where its choice raises."""
-    with pytest.raises(
-        ValueError, match=f"at most 128 channels under {name.name.lower()}, got 256"
-    ):
-        sglang_diffusion.choose(lambda *a: "", "cls", name, 256, torch.bfloat16)
 
 
 def test_windows_come_from_the_configuration_or_from_sglang(hooks: dict[str, Any]) -> None:

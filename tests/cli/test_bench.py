@@ -17,9 +17,6 @@ from backend_cli.tune import command as tune_module
 from backend_core.target import KNOWN_TARGETS
 from tests.cli.program import assert_one_sentence, run
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-PREFILL = RESULTS / "kda_prefill_h200.json"
-
 ROWS: list[dict[str, Any]] = [
     {"H": 4, "batch": batch, "ours_gpu_ms": 0.01 * batch, "fla_gpu_ms": 0.02 * batch}
     for batch in (1, 8)

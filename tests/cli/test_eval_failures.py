@@ -42,8 +42,9 @@ def text(said: str | None) -> dict[str, Any]:
     return {"choices": [{"text": said}]}
 
 
-@pytest.mark.parametrize("ask", [recall, gsm8k])
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+@pytest.mark.parametrize(
+    ("ask", "status"), [*((recall, status) for status in (429, 500, 502, 503, 504)), (gsm8k, 503)]
+)
 def test_a_failure_that_passes_is_tried_again(
     pages: dict[str, Any], ask: Callable[..., tuple[int, str, str]], status: int
 ) -> None:
@@ -82,7 +83,8 @@ def test_answers_of_another_server_or_option_are_not_used(
     pages |= {"/v1/models": models, "/server_info": info}
     pages["/v1/completions"] = counted(lambda n: text("old") if n <= 6 else (400, b"no"))
     run_ = (pages["url"], "--output", "run.json")
-    code, _, err = gsm8k(*run_, "--model", "m", "--concurrency", "2")
+    ask = gsm8k if change == "max-tokens" else recall  # which has no such option
+    code, _, err = ask(*run_, "--model", "m", "--concurrency", "2")
     assert code == 2 and "answered 400: no; the answers are kept in run.json.answers" in err
     model, more = "m", ()
     if change == "engine":
@@ -96,7 +98,7 @@ def test_answers_of_another_server_or_option_are_not_used(
     else:
         more = (f"--{change}", "9")
     pages["/v1/completions"] = text("#### -1")
-    code, _, err = gsm8k(*run_, "--model", model, *more)
+    code, _, err = ask(*run_, "--model", model, *more)
     record = json.loads(Path("run.json").read_text())
     assert {q["answer"] for q in record["questions"]} == {"#### -1"}
     if change != "max-tokens":  # another request, and the same server

@@ -23,7 +23,13 @@ from block_sparse_backend.plan.predicted import predict
 from block_sparse_backend.sage import predicted_attention, quantised_attention
 from block_sparse_backend.testing.cases import inputs
 from dsv4_backend.testing import engine as dsv4_engine
-from kda_backend import StateRef, build_step_plan, kda_decode_step, kda_prefill
+from kda_backend import (
+    StateRef,
+    build_step_plan,
+    kda_decode_step,
+    kda_prefill,
+    kda_recurrent,
+)
 from kda_backend.selection import select
 from kda_backend.testing.cases import make_case
 from kda_backend.testing.steps import StepPools, make_step
@@ -63,6 +69,10 @@ def kda_calls() -> dict[str, tuple[Call, Outputs]]:
         "build_step_plan": (lambda _: build_step_plan(offsets, 70), ()),
         "kda_prefill": (
             lambda outputs: kda_prefill(*case.inputs, state, out=outputs[0], selection=selection),
+            (marked(*case.v.shape, dtype=case.v.dtype),),
+        ),
+        "kda_recurrent": (
+            lambda outputs: kda_recurrent(*case.inputs, state, out=outputs[0], selection=selection),
             (marked(*case.v.shape, dtype=case.v.dtype),),
         ),
         "kda_decode_step": (decode, (marked(*step.qkv[2].shape, dtype=step.qkv[2].dtype),)),

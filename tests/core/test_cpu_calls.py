@@ -20,6 +20,7 @@ OF_ANOTHER = "ValueError: selection must be for a CPU, got one for H200"
 REFUSALS = {
     "build_step_plan": f"ValueError: cu_seqlens of a plan with a chunk table {READ}",
     "kda_prefill": OF_ANOTHER,
+    "kda_recurrent": OF_ANOTHER,
     "kda_decode_step": OF_ANOTHER,
     "MlaPlanner.plan": f"ValueError: lengths {READ}",
     "MlaPlanner.plan, shared prefixes": f"ValueError: lengths {READ}",

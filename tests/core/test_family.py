@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,22 +11,6 @@ import pytest
 from backend_cli.tune import worker as tune_worker
 from backend_core.family import PACKAGES, families
 from backend_core.target import KNOWN_TARGETS
-
-ROOT = Path(__file__).parents[2]
-H200 = KNOWN_TARGETS["H200"]
-
-
-def program(folder: Path, *args: str) -> tuple[int, str, str]:
-    """``kda-dsv4 ARGS`` as a process of its own, with ``folder`` on its path."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
-        "XDG_CONFIG_HOME": str(folder / "config"),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "backend_cli.main", *args]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_ours_are_in_the_order_of_the_list() -> None:

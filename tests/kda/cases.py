@@ -21,6 +21,7 @@ from kda_backend.selection import KdaSelection, KdaShape, select
 from kda_backend.testing.cases import TOKEN_FIELDS, Case, make_case
 from kda_backend.testing.steps import StepCase, StepPools
 from kda_backend.testing.tolerances import ONE_HEAD, TOLERANCES
+from tests.interpreter import seen_parameters
 from tests.kda.calls import decode_step, prefill, recurrent, step_arguments, verify_step
 
 ON_GPU = torch.cuda.is_available()
@@ -47,12 +48,17 @@ class Backend:
 
         Args:
             dims: of the model, where it does not give its own: ``"narrow"`` in V, which the
-                interpreter is quick on, or ``"uneven"``, K and V of which neither is a power of 2.
+                interpreter is quick on, ``"long keys"``, narrow with a GPU's K, or ``"uneven"``,
+                K and V of which neither is a power of 2.
         """
         if self.name == "kernels_128":
             model = {"key_dim": 128, "value_dim": 128} | model
         elif dims:
-            model |= {"narrow": {"value_dim": 16}, "uneven": {"key_dim": 48, "value_dim": 24}}[dims]
+            model |= {
+                "narrow": {"value_dim": 16},
+                "long keys": {"key_dim": 128, "value_dim": 16},
+                "uneven": {"key_dim": 48, "value_dim": 24},
+            }[dims]
         return make_case(seed, lengths, **model).to(self.device)
 
     @property
@@ -120,7 +126,7 @@ def shipped_rows(operator: str) -> list[Any]:
             runs = row.name in FAMILY.interpretable or (ON_GPU and row.name != "torch")
             if row.operator == operator and runs:
                 name = f"{target.arch}-{row.name}-{row.max_grid}"
-                rows[row.name, row.params] = pytest.param(row, id=name)
+                rows[row.name, seen_parameters(row.params)] = pytest.param(row, id=name)
     return list(rows.values())
 
 

@@ -13,7 +13,7 @@ from kda_backend.scratch import Scratch
 from tests.kda.cases import ON_GPU, Backend, assert_close, assert_same_bits
 from tests.kda.test_layer import Model
 
-LENGTHS = (150, 3, 64, 130)
+LENGTHS = (130, 3, 64, 70)
 SLOTS, INITIAL = (4, 1, 6, 3), (True, True, False, True)
 OFFSETS, KEPT = (128, 0, 0, 64), (0, 5, 5, 2)  # 5: the null slot here
 

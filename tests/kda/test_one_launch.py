@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from backend_core.tables.load import load_table
 from backend_core.target import KNOWN_TARGETS
 from kda_backend.contract.values import StateRef, TokenInputs
-from kda_backend.launch_params import TABLES
 from kda_backend.prefill import one_launch_sm90 as in_one
 from kda_backend.prefill import paths
 from kda_backend.prefill.arguments_sm90 import PrefillVariant, Track
@@ -31,16 +29,6 @@ def plan_of(lengths: Iterable[int], *, on_host: bool = True) -> StepPlan:
     cu_seqlens = torch.tensor(offsets_of(tuple(lengths)), dtype=torch.int32)
     plan = build_step_plan(cu_seqlens, int(cu_seqlens[-1]), chunk_table=False)
     return plan if on_host else dataclasses.replace(plan, cu_seqlens_cpu=None, max_tokens=None)
-
-
-def test_the_h200s_table_alone_takes_it() -> None:
-    limits = {
-        target.name: row.max_longest
-        for target in KNOWN_TARGETS.values()
-        for row in load_table(TABLES, target).rows
-        if row.name == "one_launch_sm90"
-    }
-    assert limits == {"H200": 64}
 
 
 def path_of(lengths: Iterable[int], state: StateRef = STATE, *, on_host: bool = True) -> str:

@@ -84,13 +84,6 @@ def test_read_gsm8k(tmp_path: Path) -> None:
     assert recall.read_gsm8k(tmp_path / "d.jsonl") == [Question("A b c?", "1234")]
 
 
-@pytest.mark.parametrize("line", ["[]", "{}", '{"question": "a", "answer": "no number"}', "x"])
-def test_other_data_files_are_refused(tmp_path: Path, line: str) -> None:
-    (tmp_path / "d.jsonl").write_text(line + "\n")
-    with pytest.raises(ValueError, match=r"d\.jsonl, line 1: expected a GSM8K record"):
-        recall.read_gsm8k(tmp_path / "d.jsonl")
-
-
 def test_score_is_exact_match_up_to_the_terminator(committed: QuestionSet) -> None:
     questions = committed.head(4)
     right = [questions.answer(item) for item in questions.items]

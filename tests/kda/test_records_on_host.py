@@ -170,12 +170,6 @@ PLANTED = {
         "",
         r"race: .*verify_.* of verify_records.*nothing orders",
     ),
-    "a cluster arrival lost": (
-        "if (SPLIT > 1 && first == 0) cluster_arrive_relaxed();",
-        "if (SPLIT > 1 && first == 0 && at.rank) cluster_arrive_relaxed();",
-        r"cluster: verify_records\.cu:\d+ `.*cluster_wait\(\);` waits for the cluster without "
-        r"having arrived",
-    ),
     "windows and records are written before all have read them": (
         "    if (SPLIT > 1 && first == 0) cluster_wait();\n    inputs.store_tokens("
         "p, own, at, draft, first, chunk.tokens);\n",
@@ -187,11 +181,6 @@ PLANTED = {
         "            cluster_sync();\n",
         "            __syncthreads();\n",
         r"race: verify_rows\.cuh:\d+ `.*store_shared_remote.*nothing orders",
-    ),
-    "a barrier of the CTA dropped": (
-        "first, chunk.tokens);\n    __syncthreads();\n",
-        "first, chunk.tokens);\n",
-        r"race: verify_\w+\.cuh?:\d+ .*nothing orders",
     ),
 }
 

@@ -118,20 +118,10 @@ PLANTED = {
 """,
         r"race: .*cp\.async.*nothing orders",
     ),
-    "a tile that is not waited for": Mistake(
-        "        full[step % STAGES].wait((step / STAGES) & 1);\n    }\n    // By a consumer",
-        "    }\n    // By a consumer",
-        r"race: scan_chunk\.cuh:\d+ .*(wgmma|load_decays|float4).*",
-    ),
     "an output over the one before": Mistake(
         "        if (step > 0) stored[half].wait((step - 1) & 1);\n",
         "",
         r"race: scan_chunk\.cuh:\d+ `stmatrix_trans\(.*nothing orders|race: .*load_shared",
-    ),
-    "an output that is not waited for": Mistake(
-        "        written[half].wait(step & 1);\n",
-        "",
-        r"race: scan_chunk\.cuh:\d+ .*nothing orders",
     ),
     "a stage freed by one half of the value rows": Mistake(
         "            empty[i].init(CONSUMERS);\n        }\n#pragma unroll\n"
@@ -139,18 +129,6 @@ PLANTED = {
         "            empty[i].init(CONSUMERS / 2);\n        }\n#pragma unroll\n"
         "        for (int i = 0; i < VALUE_STAGES; ++i) {",
         r"race: scan\.cu:\d+ .* copy writes byte|deadlock|barrier: ",
-    ),
-    "an output before its products are over": Mistake(
-        "            warpgroup_wait<0>();\n            warpgroup_fence_operand(state);",
-        "            warpgroup_wait<1>();\n            warpgroup_fence_operand(state);",
-        r"wgmma: .* reads registers that the wgmma begun at .* accumulates in",
-        "scan.cu",
-    ),
-    "a product that is rounded before it is over": Mistake(
-        "            warpgroup_wait<0>();\n            warpgroup_fence_operand(e);",
-        "            warpgroup_wait<1>();\n            warpgroup_fence_operand(e);",
-        r"wgmma: .* reads registers that the wgmma begun at .* accumulates in",
-        "scan.cu",
     ),
     "a tile freed while its products read it": Mistake(
         "            warpgroup_wait<0>();\n            warpgroup_fence_operand(state);\n"

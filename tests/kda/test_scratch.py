@@ -44,18 +44,21 @@ def test_a_failed_growth_of_segments_is_no_growth(
     assert scratch.nbytes >= 8 * (256 + 128 + 4 * 24)
 
 
-@pytest.mark.parametrize("number", range(12))
 def test_a_prefill_after_one_that_ran_out_of_memory(
-    kernels: Backend, seed: int, number: int, monkeypatch: pytest.MonkeyPatch
+    kernels: Backend, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = kernels.case(seed, [70, 130])
-    scratch = Scratch(case.state.device)
+    """Whichever of its first allocations failed; the interpreter makes more of its own."""
+    case = kernels.case(seed, [66], dims="narrow")
     want, want_state = kernels.chunk(case)
-    with failing(monkeypatch, number) as asked:
-        try:
-            kernels.chunk(case, scratch=scratch)
-            assert 5 < len(asked) <= number  # every allocation has failed once
-        except torch.OutOfMemoryError:
-            pass
-    got, state = kernels.chunk(case, scratch=scratch)
-    assert torch.equal(got, want) and torch.equal(state, want_state)
+    for number in range(12):
+        scratch = Scratch(case.state.device)
+        with failing(monkeypatch, number) as asked:
+            try:
+                kernels.chunk(case, scratch=scratch)
+            except torch.OutOfMemoryError:
+                pass
+            else:
+                assert 5 < len(asked) <= number  # every allocation has failed once
+                return
+        got, state = kernels.chunk(case, scratch=scratch)
+        assert torch.equal(got, want) and torch.equal(state, want_state)

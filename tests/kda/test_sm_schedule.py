@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from backend_core.ready import Prepared
 from backend_core.target import KNOWN_TARGETS
 from benchmarks.sweep_kda_prefill import (
     Timed,
@@ -20,15 +16,13 @@ from benchmarks.sweep_kda_prefill import (
     regrets,
     timed,
 )
-from kda_backend.contract.calls import PrefillCall
 from kda_backend.contract.values import GateSpec, StateRef, TokenInputs
 from kda_backend.operators import kda_prefill
 from kda_backend.prefill import two_stage_sm90 as pipeline
 from kda_backend.prefill.sm_schedule import CostModel, PrefillShape, choose_schedule
-from kda_backend.scratch import Scratch
 from kda_backend.selection import KdaShape, select
-from kda_backend.spec import Beta, Gate
-from kda_backend.step_plan import ChunkTable, build_step_plan
+from kda_backend.spec import Gate
+from kda_backend.step_plan import build_step_plan
 from tests.kda.prefill_on_host import ROW
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -70,37 +64,6 @@ def test_the_chosen_schedules_are_nearly_the_best_that_were_measured(
     assert all(len(times) > 1 and min(times.values()) > 0 for _, times in rows)
     assert mean_regret(ratios) <= mean
     assert max(ratios) <= worst
-
-
-def test_a_scan_that_cannot_be_launched_leaves_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the intra stage has counted by then, the next call starts from zero."""
-    scratch = Scratch(torch.device("cpu"))
-
-    def intra(*_: object) -> None:
-        scratch.flags().fill_(7)
-
-    def scan(*_: object, **__: object) -> None:
-        raise RuntimeError("out of memory")
-
-    def schedule(shape: PrefillShape) -> object:
-        return choose_schedule(CostModel(132), shape)
-
-    kernels = SimpleNamespace(intra=defaultdict(lambda: intra), scan=(scan,) * 2, schedule=schedule)
-    monkeypatch.setattr(pipeline.TwoStageSm90, "kernels", lambda *_: kernels)
-    x = torch.zeros(1, 70, 2, 128, dtype=torch.bfloat16)
-    tokens = TokenInputs(x, x, x, x, x[..., 0], Beta.SIGMOID, True, 1.0)
-    plan = build_step_plan(torch.tensor([0, 70], dtype=torch.int32), 70, chunk_table=False)
-    table = ChunkTable(*(torch.zeros(4, dtype=torch.int32),) * 6)
-    plan = dataclasses.replace(plan, chunk_table=table)
-    state = StateRef.functional(None, v_first=True)
-    call = PrefillCall(
-        tokens, GateSpec(Gate.LOG), plan, state, x.clone(), None, scratch, Prepared()
-    )
-    launch = pipeline.TwoStageSm90(KNOWN_TARGETS["H200"]).prepare(call)
-    assert launch is not None
-    with pytest.raises(RuntimeError, match="out of memory"):
-        launch([x.data_ptr()] * 6, call.gate, [0] * 8, scratch, ())
-    assert scratch.flags().numel() and not scratch.flags().any()
 
 
 @pytest.mark.interpreter

@@ -167,22 +167,11 @@ PLANTED = {
         r"cluster: decode_step\.cu:\d+ `if \(NEEDS_CLUSTER_SYNC\) cluster_wait\(\);` waits for the "
         r"cluster without having arrived",
     ),
-    "a cluster that is not waited for": (
-        "    if (NEEDS_CLUSTER_SYNC) cluster_wait();",
-        "    if (NEEDS_CLUSTER_SYNC && at.warp) cluster_wait();",
-        r"missing barrier fence: decode_step\.cu:\d+ `store_shared_remote\(|"
-        r"race: decode_.*nothing orders",
-    ),
     "a barrier's fence dropped": (
         "        fence_barrier_init();\n",
         "",
         r"missing barrier fence: decode_step\.cu:\d+ `store_shared_remote\(.*which decode_step\.cu:"
         r"\d+ `s\.norm_ready\.init\(1\);` initialises",
-    ),
-    "a barrier of the CTA dropped": (
-        "    const float value = inputs.v.activated();\n    __syncthreads();\n",
-        "    const float value = inputs.v.activated();\n",
-        r"race: decode_step\.cu:\d+ `(s\.\w+|\w+\[j\] = ).*nothing orders",
     ),
 }
 

@@ -363,12 +363,3 @@ def test_graphs_are_planned_in_inference_mode_and_outside_of_it(first: bool) -> 
     with torch.inference_mode(not first):
         got = plan(7)
     assert torch.equal(got, fresh(7)) and not torch.equal(got, fresh(3))
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["BatchMLAPagedAttentionWrapper", "BlockSparseAttentionWrapper", "merge_state", "merge_states"],
-)
-def test_what_is_absent_raises_an_import_error(name: str) -> None:
-    with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
-        exec(f"from mla_backend.drop_ins.flashinfer import {name}", {})

@@ -178,19 +178,6 @@ PLANTED = {
         r"race: .*split_plan\.cu:\d+ .*split_plan, CTA 0, thread \d+\) writes.*"
         r"nothing orders the two",
     ),
-    "the main kernel's end is not waited for": (
-        "mla_combine.cu",
-        "    wait_on_dependent_grids();\n    launch_dependent_grids();\n    const float* from =",
-        "    const float* from =",
-        r"race: .*partial_(out|lse) of mla_decode.*nothing orders the two",
-    ),
-    "a barrier's fence dropped": (
-        "mla_decode.cu",
-        "        fence_barrier_init();\n",
-        "",
-        r"missing barrier fence: decode_blocks\.cuh:\d+ `tma_load_3d\(.*which mla_decode\.cu:\d+ .*"
-        r"rope_full\[i\]\.init\(1\)",
-    ),
     "a proxy fence dropped before a product": (
         "mla_decode.cu",
         "    tma_store_fence();\n    __syncwarp();",
@@ -198,32 +185,12 @@ PLANTED = {
         r"missing proxy fence: decode_steps\.cuh:\d+ `.*wgmma_m64n256k16\(.* a wgmma reads .*, "
         r"which decode_steps\.cuh:\d+ `(stmatrix|\*reinterpret_cast)",
     ),
-    "more bytes expected than come": (
-        "decode_blocks.cuh",
-        "full.arrive_and_expect_tx(whole ? BOX : valid * PIECE * 128);",
-        "full.arrive_and_expect_tx(BOX);",
-        r"deadlock: .* wait at decode_steps\.cuh:\d+ `.*_full.*wait\(.*lacks 0 of 1 "
-        r"arrivals and \d+ bytes",
-    ),
     "an arrival lost": (
         "mla_decode.cu",
         "if (at.lane == 0) s.p_ready[buffer].arrive();",
         "if (at.lane == 0 && at.warp) s.p_ready[buffer].arrive();",
         r"deadlock: .* wait at mla_decode\.cu:\d+ `s\.p_ready\[buffer\]\.wait\(.*lacks 1 of 4 "
         r"arrivals and 0 bytes",
-    ),
-    "a wrong swizzle": (
-        "decode_blocks.cuh",
-        "((chunk ^ (row & 7)) << 4); }",
-        "((chunk ^ (row & 6)) << 4); }",
-        r"relative error of the output",
-    ),
-    "a barrier of the CTA dropped": (
-        "mla_combine.cu",
-        "= y;\n    __syncthreads();\n    if (threadIdx.x < 32) {",
-        "= y;\n    if (threadIdx.x < 32) {",
-        r"race: mla_combine\.cu:\d+ .*__shared__ variables of CTA \d+ of mla_combine, which "
-        r".*nothing orders the two",
     ),
 }
 

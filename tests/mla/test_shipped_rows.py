@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,18 @@ from backend_core.tables.load import load_table
 from backend_core.tables.schema import Row
 from backend_core.target import KNOWN_TARGETS, detect_target
 from mla_backend.family import FAMILY
+from tests.interpreter import seen_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def rows() -> list[Any]:
-    """Distinct in what the interpreter sees, which has neither warps nor stages."""
     found = {}
-    here = torch.cuda.is_available()
-    for target in [detect_target()] if here else KNOWN_TARGETS.values():
+    for target in [detect_target()] if torch.cuda.is_available() else KNOWN_TARGETS.values():
         for row in load_table(FAMILY.tables, target, directory=CONFIGS).rows:
-            if row.name not in FAMILY.interpretable:
-                continue
-            seen = dataclasses.asdict(row.params)
-            if not here:
-                seen = {k: v for k, v in seen.items() if k not in ("num_warps", "num_stages")}
-            key = (row.operator, repr(seen))
-            found.setdefault(key, pytest.param(row, id=f"{target.arch}-{row.operator}"))
+            if row.name in FAMILY.interpretable:
+                key = (row.operator, seen_parameters(row.params))
+                found.setdefault(key, pytest.param(row, id=f"{target.arch}-{row.operator}"))
     return list(found.values())
 
 

@@ -1,14 +1,17 @@
-"""The kernels' own AMD instructions, executed: the quick cases of `cases`. ``make test-amd`` runs
-all of them, and its result is checked here against what the compile reports hold."""
+"""The kernels' own AMD instructions, executed: of the quick cases of `cases` a sixth, another one
+each day. ``make test-amd`` runs all cases, and its result is checked here against what the compile
+reports hold."""
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.offline import ALL
 from tools.amdgcn.case import ExecutionCase
 from tools.amdgcn.cases import all_cases
 from tools.amdgcn.device import TARGETS, Device
@@ -16,12 +19,13 @@ from tools.amdgcn.report import PARTS, failures
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "amdgcn_execution.json"
 QUICK = [case for arch in TARGETS for case in all_cases(arch) if case.is_quick]
+TODAY = QUICK if ALL else QUICK[datetime.date.today().toordinal() % 6 :: 6]
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels run on the GPU, not in place of the interpreter"
 )
-@pytest.mark.parametrize("case", QUICK, ids=[f"{case.arch} {case.name}" for case in QUICK])
+@pytest.mark.parametrize("case", TODAY, ids=[f"{case.arch} {case.name}" for case in TODAY])
 def test_execution(case: ExecutionCase) -> None:
     with Device(case.arch, is_large=case.is_large) as device:
         error, allowed = case.run(device.target)

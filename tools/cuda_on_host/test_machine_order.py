@@ -18,8 +18,6 @@ from tools.cuda_on_host.planted import plant
 WAIT_FULL = "            mbarrier.wait(full.index(stage), (read // STAGES) & 1)\n"
 SEEN = '            seen_s.index(stage).store(gl.where(m_key, 0.0, -float("inf")))\n'
 FULL = "            thread_barrier()\n            mbarrier.arrive(full.index(stage), count=1)\n"
-VALUES = "            b_o = warpgroup_mma(k.permute((1, 0)), p_s, b_o)\n"
-EMPTY = "            thread_barrier()\n            mbarrier.arrive(empty.index(stage), count=1)\n"
 CLEARED = "            b_v = rows.load(layout)\n"
 BEHIND = """gl.zeros_like(b_v)))
     fence_async_shared()
@@ -32,10 +30,6 @@ PLANTED = {
     ),
     "a store after its stage was handed on": (
         "sparse_mla_rows.py", SEEN + FULL, FULL + SEEN, ROWS, ["a store after full does not wait"],
-    ),
-    "a stage freed before its product": (
-        "sparse_mla_compute.py", VALUES + EMPTY, EMPTY + VALUES, ROWS,
-        ["a read after empty does not wait"],
     ),
     "a wait for half of the stores": (
         "sparse_mla.py", "                if step == 0:", "                if step == 1:",

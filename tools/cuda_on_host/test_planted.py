@@ -40,19 +40,6 @@ PLANTED: dict[str, Mistake] = {
         r"deadlock: .* wait at scan_buffers\.cuh:\d+ `full\[step % STAGES\]\.wait\(.*lacks 0 of 1 "
         r"arrivals and 1024 bytes",
     ),
-    "a copy that is longer than expected": Mistake(
-        "scan.cu",
-        "s.full[stage].arrive_and_expect_tx(TILE_BYTES + D * 4);",
-        "s.full[stage].arrive_and_expect_tx(TILE_BYTES - 1024 + D * 4);",
-        r"barrier: a phase of .* ends while .* no arrive_and_expect_tx expects them|"
-        r"deadlock: .*lacks 0 of 1 arrivals and -1024 bytes",
-    ),
-    "a wrong sign": Mistake(
-        "solve.cuh",
-        "pack_scores(y, scores.k_cross_block[0], -1.0f);",
-        "pack_scores(y, scores.k_cross_block[0], 1.0f);",
-        WRONG_RESULT,
-    ),
     "a proxy fence dropped before a bulk copy": Mistake(
         "intra_chunk.cu",
         "        if (slice % 2) tma_store_fence();\n",
@@ -114,13 +101,6 @@ PLANTED: dict[str, Mistake] = {
         r"\d+ `wgmma_m64n64k16_f16_rs\(.* a wgmma reads",
         {"split": True, "lengths": (300,)},
     ),
-    "a stage that is not waited for": Mistake(
-        "scan_chunk.cuh",
-        "if (before >= STAGES) empty[stage].wait((before / STAGES - 1) & 1);",
-        "",
-        r"race: scan_chunk\.cuh:\d+ `cp_async_cacheglobal_zfill\(.* a cp\.async writes byte ",
-        {"lengths": (300,)},
-    ),
     "a release of lanes that have not met": Mistake(
         "scan_buffers.cuh",
         "        __syncwarp();\n        if (lane == 0) stored[half].arrive();",
@@ -142,13 +122,6 @@ PLANTED: dict[str, Mistake] = {
         "return static_cast<int>(end - begin) - c * C + 1;",
         r"overrun: scan_chunk\.cuh:\d+ .*(reads|writes) \d+ bytes outside of all memory that the "
         r"launch was given, at byte \d+ of",
-    ),
-    "a chunk too many": Mistake(
-        "task.cuh",
-        "(end - begin + C - 1) / C",
-        "(end - begin + C) / C",
-        r"overrun: scan_.*outside of all memory|a kernel has trapped",
-        {"lengths": (5, 64), "max_polls": 300},
     ),
     "a wrong phase bit": Mistake(
         "scan_buffers.cuh",
@@ -179,44 +152,12 @@ PLANTED: dict[str, Mistake] = {
     ),
 }
 
-TRANSPOSED = """
-            auto put = [&](int to, int value_row, u32 bits) {
-                char* block = reinterpret_cast<char*>(p.transitions) + place * TRANSITION_BYTES +
-                              (2 * (to / 64) + value_row / 64) * BLOCK_BYTES;
-                *reinterpret_cast<u16*>(block + to % 64 * 128 +
-                                        ((value_row % 64 / 8 ^ to % 8) << 4) + value_row % 8 * 2) =
-                    static_cast<u16>(bits);
-            };
-            put(channel, 64 * task.half + row, x);
-            put(channel + 1, 64 * task.half + row, x >> 16);
-"""
 SEGMENTS = {"segment_chunks": 1, "lengths": (260,)}
 PLANTED |= {
-    "a transposed transition": Mistake(
-        "segment_ends.cu",
-        "            *reinterpret_cast<u32*>(blocks + (n / 8) * BLOCK_BYTES + at_byte) = x;\n",
-        TRANSPOSED,
-        WRONG_RESULT,
-        SEGMENTS,
-    ),
     "a transition without its decay": Mistake(
         "merge_segments.cu",
         "        decay(state, decays);\n",
         "",
-        WRONG_RESULT,
-        SEGMENTS,
-    ),
-    "decays left on a transition's diagonal": Mistake(
-        "segment_ends.cu",
-        "(own == 0 ? diagonal.x[e] : 0.0f)",
-        "0.0f",
-        WRONG_RESULT,
-        SEGMENTS,
-    ),
-    "a segment that starts where another does": Mistake(
-        "task.cuh",
-        "(segment.index ? segment.index : segment.count) - 1",
-        "(segment.index > 1 ? segment.index - 1 : segment.count) - 1",
         WRONG_RESULT,
         SEGMENTS,
     ),
@@ -229,41 +170,12 @@ PLANTED |= {
         r"which segments\.cuh:\d+ .*nothing orders",
         SEGMENTS,
     ),
-    "a proxy fence dropped before transitions": Mistake(
-        "merge_segments.cu",
-        "        fence_proxy_async();  // other SMs' threads wrote these; a bulk copy reads them\n",
-        "",
-        r"missing proxy fence: merge_segments\.cu:\d+ `bulk_copy_g2s\(",
-        SEGMENTS,
-    ),
-    "a segment's flag set by lanes that have not met": Mistake(
-        "segments.cuh",
-        "    __syncwarp();\n    if (threadIdx.x % 32 == 0) store_release(",
-        "    if (threadIdx.x % 32 == 0) store_release(",
-        r"race: .* of (segment_ends|transitions|segment_decays) .*nothing orders",
-        SEGMENTS,
-    ),
-    "a segment's flag that is a plain store": Mistake(
-        "segments.cuh",
-        "store_release(segment_flag(p, place, flag), launch);",
-        "*segment_flag(p, place, flag) = launch;",
-        r"race: .*segments\.cuh:\d+ .*nothing orders",
-        SEGMENTS,
-    ),
     "a sequence's state read again where it may be overwritten": Mistake(
         "scan_state.cuh",
         "    if (task.segment.count > 1) {",
         "    if (task.segment.index > 0) {",
         r"race: scan_state\.cuh:\d+ .* of state_(in|out)\.ptr .*nothing orders",
         {"in_pool": True} | SEGMENTS,
-    ),
-    "a segment's stage released by lanes that have not met": Mistake(
-        "segment_ends.cu",
-        "        __syncwarp();\n        if (at.lane == 0) s.empty[stage].arrive();",
-        "        if (at.lane == 0) s.empty[stage].arrive();",
-        r"race: scan_chunk\.cuh:\d+ `cp_async_cacheglobal_zfill\(.* writes byte \d+ of .*, which "
-        r"scan_chunk\.cuh:\d+ `ldmatrix_trans\(.* reads; nothing orders",
-        {"segment_chunks": 5, "lengths": (700,)},
     ),
     "a count of launches that goes on while it is needed": Mistake(
         "scan.cu",
@@ -273,17 +185,15 @@ PLANTED |= {
         r"deadlock",
         {"segment_chunks": 1, "lengths": (0, 70)},
     ),
-}
-for _split in (False, True):
-    _file = "scan_split.cu" if _split else "scan.cu"
-    PLANTED[f"a count of launches raised while lanes of {_file} read it"] = Mistake(
-        _file,
+    "a count of launches raised while lanes read it": Mistake(
+        "scan.cu",
         "    __syncwarp();  // all lanes have read the launch's number, which lane 0 may raise\n",
         "",
-        r"race: scan_task\.cuh:\d+ `p\.progress->launches .* which scan(_split)?\.cu:\d+ "
+        r"race: scan_task\.cuh:\d+ `p\.progress->launches .* which scan\.cu:\d+ "
         r"`const u32 launch = .* reads; nothing orders",
-        {"split": _split, "lengths": (0, 70)},
-    )
+        {"lengths": (0, 70)},
+    ),
+}
 
 
 @pytest.mark.interpreter
