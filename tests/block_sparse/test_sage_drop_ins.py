@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend_core.launch.triton import KernelLaunch
 from backend_core.target import Target
+from backend_core.testing.numerics import relative_error
 from block_sparse_backend import selection
 from block_sparse_backend.dense8 import triton as dense8
 from block_sparse_backend.drop_ins import sageattention, spargeattn
@@ -30,7 +31,7 @@ from block_sparse_backend.sage import (
     quantised_attention,
 )
 from block_sparse_backend.selection import default_blocks_int8
-from block_sparse_backend.testing.cases import causal_seen, inputs, relative_error
+from block_sparse_backend.testing.cases import causal_seen, inputs
 from tests.block_sparse.compiler import compiler
 
 ERROR = 6e-2

@@ -17,8 +17,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from backend_core.strict import FallbackError
+from backend_core.testing.numerics import relative_error
 from block_sparse_backend.engines import sglang_diffusion
-from block_sparse_backend.testing.cases import relative_error
 
 ROOT = "sglang.multimodal_gen.runtime"
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from backend_core.launch.triton import KernelLaunch
+from backend_core.testing.numerics import relative_error
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.drop_ins.sageattention import sageattn
 from block_sparse_backend.plan import intervals
@@ -21,7 +22,6 @@ from block_sparse_backend.sage import (
     quantised_attention,
 )
 from block_sparse_backend.spec import SageMode
-from block_sparse_backend.testing.cases import relative_error
 
 BLOCKS: dict[str, Any] = {"block_m": 64, "block_n": 64}
 PATHS = ("torch", "triton")

@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
+from backend_core.testing.numerics import relative_error
 from block_sparse_backend import video
 from block_sparse_backend.plan import kept
-from block_sparse_backend.testing.cases import relative_error
 from block_sparse_backend.video import VideoAttention
 from tests.block_sparse.compiler import compiler
 from tests.block_sparse.test_sliding_tile import seen_of

@@ -33,10 +33,11 @@ from sglang.multimodal_gen.runtime.server_args import ServerArgs, set_global_ser
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from backend_core.testing.numerics import relative_error
 from block_sparse_backend.engines import sglang_diffusion
 from block_sparse_backend.plan.sliding_tile import sliding_tile
 from block_sparse_backend.plan.token_order import tile_order
-from block_sparse_backend.testing.cases import elements_seen, relative_error
+from block_sparse_backend.testing.cases import elements_seen
 
 OURS = ("sparge_attn", "sliding_tile_attn", "sage_attn")
 NOT_OURS = ("torch_sdpa", "fa", "video_sparse_attn")

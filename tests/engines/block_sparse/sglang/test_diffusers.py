@@ -11,9 +11,9 @@ import torch
 from diffusers.models import attention_dispatch as dispatch
 from torch import Tensor
 
+from backend_core.testing.numerics import relative_error
 from block_sparse_backend.engines import diffusers as adapter
 from block_sparse_backend.engines.diffusers import enable
-from block_sparse_backend.testing.cases import relative_error
 from block_sparse_backend.video import VideoAttention
 
 DENSE = VideoAttention("dense", eight_bit=False)
