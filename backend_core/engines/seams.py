@@ -71,7 +71,7 @@ class Part:
     seams: tuple[Seam, ...]
 
     @classmethod
-    def of(cls, name: str, *seams: Seam) -> Part:
+    def of(cls, name: str, seams: tuple[Seam, ...]) -> Part:
         """The part that these seams, which lie in one engine, make up."""
         return cls(seams[0].place.partition(".")[0], name, seams)
 

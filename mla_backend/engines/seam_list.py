@@ -16,26 +16,28 @@ _PREFILL_CALL = "q kv indices topk_length sm_scale attn_sink d_v? out?"
 _FLASHATTN = "vllm.v1.attention.backends.mla.flashattn_mla"
 VLLM_DENSE = Part.of(
     "decode of MLA layers",
-    Seam(f"{_FLASHATTN}:FlashAttnMLABackend", has="get_name get_builder_cls get_impl_cls"),
-    Seam(
-        f"{_FLASHATTN}:FlashAttnMLAMetadataBuilder.__init__",
-        given="kv_cache_spec layer_names vllm_config device",
+    (
+        Seam(f"{_FLASHATTN}:FlashAttnMLABackend", has="get_name get_builder_cls get_impl_cls"),
+        Seam(
+            f"{_FLASHATTN}:FlashAttnMLAMetadataBuilder.__init__",
+            given="kv_cache_spec layer_names vllm_config device",
+        ),
+        Seam(
+            f"{_FLASHATTN}:FlashAttnMLAMetadataBuilder._build_decode",
+            takes="block_table_tensor seq_lens_device max_seq_len query_start_loc_cpu"
+            " query_start_loc_device num_decode_tokens dcp_tot_seq_lens_device max_query_len?",
+        ),
+        Seam(
+            f"{_FLASHATTN}:FlashAttnMLADecodeMetadata",
+            given="block_table seq_lens dcp_tot_seq_lens query_start_loc max_query_len max_seq_len",
+        ),
+        Seam(
+            f"{_FLASHATTN}:FlashAttnMLAImpl.forward_mqa",
+            takes="q kv_c_and_k_pe_cache attn_metadata layer",
+            body=True,
+        ),
+        Seam(f"{_FLASHATTN}:FlashAttnMLAImpl", has="scale num_heads"),
     ),
-    Seam(
-        f"{_FLASHATTN}:FlashAttnMLAMetadataBuilder._build_decode",
-        takes="block_table_tensor seq_lens_device max_seq_len query_start_loc_cpu"
-        " query_start_loc_device num_decode_tokens dcp_tot_seq_lens_device max_query_len?",
-    ),
-    Seam(
-        f"{_FLASHATTN}:FlashAttnMLADecodeMetadata",
-        given="block_table seq_lens dcp_tot_seq_lens query_start_loc max_query_len max_seq_len",
-    ),
-    Seam(
-        f"{_FLASHATTN}:FlashAttnMLAImpl.forward_mqa",
-        takes="q kv_c_and_k_pe_cache attn_metadata layer",
-        body=True,
-    ),
-    Seam(f"{_FLASHATTN}:FlashAttnMLAImpl", has="scale num_heads"),
 )
 
 
@@ -57,13 +59,15 @@ def _sparse(model: str) -> tuple[Seam, ...]:
     )
 
 
-VLLM_V4 = Part.of("attention of DeepSeek-V4", *_sparse("v4"))
+VLLM_V4 = Part.of("attention of DeepSeek-V4", (*_sparse("v4"),))
 VLLM_V41 = Part.of(
     "attention of DeepSeek-V4.1",
-    *_sparse("v41"),
-    Seam(
-        "vllm.models.deepseek_v41.attention:DeepseekV4Attention",
-        has="kv_mxfp8 compressed_cache_prefix",
+    (
+        *_sparse("v41"),
+        Seam(
+            "vllm.models.deepseek_v41.attention:DeepseekV4Attention",
+            has="kv_mxfp8 compressed_cache_prefix",
+        ),
     ),
 )
 
@@ -75,45 +79,51 @@ _FLASH_ATTENTION = (
 )
 SGLANG_DENSE = Part.of(
     "decode of MLA layers",
-    Seam(f"{_FA}:FlashAttentionBackend.init_forward_metadata", takes="forward_batch"),
-    Seam(
-        f"{_FA}:FlashAttentionBackend.init_forward_metadata_out_graph",
-        takes="forward_batch in_capture",
+    (
+        Seam(f"{_FA}:FlashAttentionBackend.init_forward_metadata", takes="forward_batch"),
+        Seam(
+            f"{_FA}:FlashAttentionBackend.init_forward_metadata_out_graph",
+            takes="forward_batch in_capture",
+        ),
+        Seam(
+            f"{_FA}:FlashAttentionBackend.forward_decode",
+            takes="q k v layer forward_batch save_kv_cache ...",
+            calls=f"flash_attn_with_kvcache[qv]: {_FLASH_ATTENTION}",
+            body=True,
+        ),
+        Seam(f"{_FA}:FlashAttentionMetadata", has="cache_seqlens_int32 page_table"),
+        Seam(f"{_FA}:flash_attn_with_kvcache", given=_FLASH_ATTENTION),
+        Seam(
+            f"{_FA}:FlashAttentionBackend",
+            has="fa_impl_ver attn_cp_size kv_index_translator forward_metadata page_size device"
+            " kv_cache_dtype _kv_shard_pool",
+        ),
+        *each("sglang.srt.runtime_context", "get_parallel get_spec", takes=""),
     ),
-    Seam(
-        f"{_FA}:FlashAttentionBackend.forward_decode",
-        takes="q k v layer forward_batch save_kv_cache ...",
-        calls=f"flash_attn_with_kvcache[qv]: {_FLASH_ATTENTION}",
-        body=True,
-    ),
-    Seam(f"{_FA}:FlashAttentionMetadata", has="cache_seqlens_int32 page_table"),
-    Seam(f"{_FA}:flash_attn_with_kvcache", given=_FLASH_ATTENTION),
-    Seam(
-        f"{_FA}:FlashAttentionBackend",
-        has="fa_impl_ver attn_cp_size kv_index_translator forward_metadata page_size device"
-        " kv_cache_dtype _kv_shard_pool",
-    ),
-    *each("sglang.srt.runtime_context", "get_parallel get_spec", takes=""),
 )
 _V4 = "sglang.srt.layers.attention.deepseek_v4_backend:DeepseekV4AttnBackend"
 _INTERFACE = "sglang.kernels.ops.attention.flash_mla_interface"
 SGLANG_SPARSE = Part.of(
     "attention of DeepSeek-V4",
-    Seam(_V4, has="_flash_mla_with_kvcache trtllm_attn token_to_kv_pool max_context_len"),
-    Seam(
-        f"{_V4}._forward_prefill_sparse",
-        takes="compress_ratio ...",
-        calls=f"{PREFILL}: {_PREFILL_CALL}",
-        imports=f"{_INTERFACE}:{PREFILL}",
-        body=True,
+    (
+        Seam(_V4, has="_flash_mla_with_kvcache trtllm_attn token_to_kv_pool max_context_len"),
+        Seam(
+            f"{_V4}._forward_prefill_sparse",
+            takes="compress_ratio ...",
+            calls=f"{PREFILL}: {_PREFILL_CALL}",
+            imports=f"{_INTERFACE}:{PREFILL}",
+            body=True,
+        ),
+        Seam(f"{_V4}._forward_attention", calls=f"{DECODE}: {_DECODE_CALL}"),
+        Seam(f"{_INTERFACE}:{DECODE}"),
+        Seam(
+            "sglang.srt.models.deepseek_v4:MQALayer",
+            has="compress_ratio n_local_heads layer_id use_mega_attention _kernel_num_heads",
+        ),
+        *each(
+            "sglang.srt.runtime_context", "get_schedule max_speculative_num_draft_tokens", takes=""
+        ),
     ),
-    Seam(f"{_V4}._forward_attention", calls=f"{DECODE}: {_DECODE_CALL}"),
-    Seam(f"{_INTERFACE}:{DECODE}"),
-    Seam(
-        "sglang.srt.models.deepseek_v4:MQALayer",
-        has="compress_ratio n_local_heads layer_id use_mega_attention _kernel_num_heads",
-    ),
-    *each("sglang.srt.runtime_context", "get_schedule max_speculative_num_draft_tokens", takes=""),
 )
 
 SEAMS = (VLLM_DENSE, VLLM_V4, VLLM_V41, SGLANG_DENSE, SGLANG_SPARSE)

@@ -29,7 +29,7 @@ def test_prefill_never_looks_ahead(
     kernels: Backend, seed: int, gate: str, dtype: torch.dtype
 ) -> None:
     case = kernels.case(seed, (67,), gate=gate, dims="narrow", dtype=dtype)
-    assert_causal(case, kernels.chunk, (4, 16, 31, 46, 55, 64))
+    assert_causal(case, kernels.chunk, (1, 4, 16, 27, 31, 40, 46, 64))
 
 
 @pytest.mark.parametrize("regime", ["long", "extreme", "collinear"])
@@ -38,6 +38,18 @@ def test_prefill_never_looks_ahead_whatever_the_gates(
 ) -> None:
     case = kernels.case(seed, (64,), regime=regime, dims="narrow")
     assert_causal(case, kernels.chunk, (2, 33, 62))
+
+
+@pytest.mark.parametrize("name", TOKEN_FIELDS)
+def test_no_single_input_leaks_back(kernels: Backend, seed: int, name: str) -> None:
+    case = kernels.case(seed, (64,), dims="narrow")
+    before, _ = kernels.chunk(case)
+    for t in (17, 48):
+        changed = getattr(case, name).clone()
+        changed[:, t] += 0.5
+        after, _ = kernels.chunk(dataclasses.replace(case, **{name: changed}))
+        assert_same_bits(f"output before token {t}", after[:, :t], before[:, :t])
+        assert not torch.equal(after[:, t:], before[:, t:])
 
 
 def test_decode_never_looks_ahead(kernels: Backend, seed: int) -> None:
@@ -135,7 +147,7 @@ def test_what_a_workspace_holds_does_not_matter(backend: Backend, seed: int) -> 
         [
             (torch.float32, (48, 80)),
             (torch.bfloat16, (32, 16)),
-            (torch.bfloat16, (128, 32)),
+            (torch.bfloat16, (128, 128)),
             (torch.float32, (48, 80)),
         ]
     ):
