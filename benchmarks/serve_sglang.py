@@ -150,12 +150,15 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         arguments["speculative_algorithm"] = "NGRAM"
         arguments["speculative_num_draft_tokens"] = 1 + args.drafts
         arguments["speculative_ngram_max_bfs_breadth"] = 1
-        arguments["max_running_requests"] = 128  # sglang's own are 48 with drafts
+        # sglang's own are 48 with drafts; its attention's logits take 16 GiB for 64 of GLM's
+        arguments["max_running_requests"] = 64 if args.draft_layer else 128
     if args.drafts and args.draft_layer:
         arguments["speculative_algorithm"] = "NEXTN"
         arguments["speculative_draft_model_path"] = arguments["model_path"]
         arguments["speculative_num_steps"] = args.drafts
         arguments["speculative_eagle_topk"] = 1
+        # what sglang's attention keeps for graphs of drafts is outside of this share
+        arguments["mem_fraction_static"] = 0.45
     if args.variant == NO_GRAPHS:
         arguments["disable_prefill_cuda_graph"] = True
     if args.variant == serve_sides.UPSTREAM_GRAPHS:

@@ -110,6 +110,8 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
             linear = text_config(args).get("linear_attn_config", {})
             # Kimi-K3's records are vLLM's own
             options["use_replayssm"] = linear.get("use_full_rank_gate", False)
+            # states that Kimi-K3's layers gather in a prefill of many requests are not in the rest
+            options.setdefault("gpu_memory_utilization", 0.7)
         options["speculative_config"] = {"num_speculative_tokens": args.drafts, **how}
         options["disable_log_stats"] = False  # which count accepted drafts
         if "kv_cache_memory_bytes" in options:

@@ -43,6 +43,8 @@ _RECALL = (
     "recall_vllm033_segments.json",
     "recall_vllm033_two_gpus.json",
     "recall_vllm033_four_gpus.json",
+    "recall_vllm033_ngram.json",
+    "recall_vllm033_two_gpus_ngram.json",
     "recall_vllm033_bounded.json",
     "recall_vllm033_whole.json",
     "recall_vllm033_bf16.json",
@@ -54,6 +56,7 @@ _RECALL = (
     "recall_sglang_drafts.json",
     "recall_sglang_fp16_drafts.json",
     "recall_sglang_two_gpus.json",
+    "recall_sglang_two_gpus_drafts.json",
     "recall_sglang_modes.json",
     "recall_sglang_restarts.json",
 )
