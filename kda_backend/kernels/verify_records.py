@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from backend_core.kernels.math import ex2
-from kda_backend.kernels.functions.conv import load_head
 from kda_backend.kernels.functions.delta import delta_update, state_tile
 from kda_backend.kernels.functions.gate import load_gate, log2_decay, step_size
 from kda_backend.kernels.functions.records import (
@@ -28,11 +27,10 @@ from kda_backend.kernels.functions.records import (
 )
 from kda_backend.kernels.functions.state import as_stored
 from kda_backend.kernels.verify_step import (
-    convolve_head,
-    keep_windows,
+    convolve_token,
     load_token,
     normalised,
-    store_inputs_before,
+    open_windows,
     store_zeros,
     tokens_of,
 )
@@ -197,12 +195,9 @@ def verify_records_kernel(
             p_conv += tl.maximum(accepted - 1, 0) * stride_conv_state_w
         strides = (stride_conv_state_c, stride_conv_state_w)
         weights = (conv_weight_ptr, conv_bias_ptr)
-        windows, taps = load_head(p_conv, weights, channels, masks, strides)
-        if windows_ptr is None:
-            store_inputs_before(
-                conv_state_ptr, strides, channels, masks, windows[0], windows[1], windows[2]
-            )
-            conv_state_ptr += stride_conv_state_w
+        windows, taps, conv_state_ptr = open_windows(
+            conv_state_ptr, p_conv, windows_ptr, weights, channels, masks, masks, strides
+        )
     strides_t = (stride_q_t, stride_k_t, stride_v_t, stride_g_t, stride_beta_t)
     p_token = (q_ptr + i_h * K + o_k, k_ptr + i_h * K + o_k, v_ptr + i_hv * V + o_v,
                g_ptr + i_hv * K + o_k, beta_ptr + i_hv)  # fmt: skip
@@ -217,16 +212,12 @@ def verify_records_kernel(
         p_token = at_token(p_token, 1, strides_t)
         upcoming = load_inputs(p_token, m_k, m_v, i_t + 1 < num_tokens)
         if conv_state_ptr is not None:
-            element = conv_state_ptr.dtype.element_ty
-            inputs = b_q, b_k, b_v
-            inputs, windows = convolve_head(taps, windows, inputs, element, FAST_MATH)
+            inputs, windows, conv_state_ptr = convolve_token(
+                taps, windows, (b_q, b_k, b_v), conv_state_ptr, windows_ptr, (row, i_t), channels,
+                masks, own, strides, of_windows, FAST_MATH,
+            )  # fmt: skip
             b_q, b_k, b_v = inputs
             b_k = b_k.to(key_gate_ptr.dtype.element_ty)
-            conv_state_ptr += stride_conv_state_w
-            keep_windows(
-                conv_state_ptr, windows_ptr, (row, i_t), windows, channels, masks, own,
-                stride_conv_state_c, of_windows,
-            )  # fmt: skip
         b_decay = ex2(log2_decay(b_g, gate[0], gate[1], lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o, b_u, b_delta = delta_update(
             b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS

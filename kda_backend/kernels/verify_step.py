@@ -81,6 +81,37 @@ def store_inputs_before(p_column, strides, channels, masks, w_q, w_k, w_v):
 
 
 @triton.jit
+def open_windows(conv_state_ptr, p_conv, windows_ptr, weights, channels, masks, own, strides):
+    """A head's windows at ``p_conv``, its taps and the pool's next column, before the first token.
+
+    Where windows have no buffer of their own, the inputs before the draft are stored where ``own``.
+    """
+    windows, taps = load_head(p_conv, weights, channels, masks, strides)
+    if windows_ptr is None:
+        store_inputs_before(
+            conv_state_ptr, strides, channels, own, windows[0], windows[1], windows[2]
+        )
+        conv_state_ptr += strides[1]
+    return windows, taps, conv_state_ptr
+
+
+@triton.jit
+def convolve_token(
+    taps, windows, inputs, conv_state_ptr, windows_ptr, place, channels, masks, own, strides,
+    of_windows, FAST_MATH: tl.constexpr,
+):  # fmt: skip
+    """A token's q, k and v behind their convolutions, its windows, which are stored, and the pool's
+    next column."""
+    element = conv_state_ptr.dtype.element_ty
+    inputs, windows = convolve_head(taps, windows, inputs, element, FAST_MATH)
+    conv_state_ptr += strides[1]
+    keep_windows(
+        conv_state_ptr, windows_ptr, place, windows, channels, masks, own, strides[0], of_windows
+    )
+    return inputs, windows, conv_state_ptr
+
+
+@triton.jit
 def load_token(p_q, p_k, p_v, p_g, m_k, m_v):
     """q, k, v and the gate, in fp32, of a head and token."""
     b_q = tl.load(p_q, mask=m_k, other=0.0)
@@ -224,14 +255,11 @@ def verify_step_kernel(
         p_conv = conv_state_ptr + accepted * stride_conv_state_w
         weights = (conv_weight_ptr, conv_bias_ptr)
         strides = (stride_conv_state_c, stride_conv_state_w)
-        windows, taps = load_head(p_conv, weights, channels, masks, strides)
-        if windows_ptr is None:
-            rolls = num_tokens > 0  # not that of an empty draft
-            own = (m_k & rolls, m_k & rolls, m_v & rolls)
-            store_inputs_before(
-                conv_state_ptr, strides, channels, own, windows[0], windows[1], windows[2]
-            )
-            conv_state_ptr += stride_conv_state_w
+        rolls = num_tokens > 0  # not that of an empty draft
+        own = (m_k & rolls, m_k & rolls, m_v & rolls)
+        windows, taps, conv_state_ptr = open_windows(
+            conv_state_ptr, p_conv, windows_ptr, weights, channels, masks, own, strides
+        )
 
     p_q = q_ptr + bos * stride_q_t + i_h * K + o_k
     p_k = k_ptr + bos * stride_k_t + i_h * K + o_k
@@ -246,16 +274,12 @@ def verify_step_kernel(
         b_q, b_k, b_v, b_g = load_token(p_q, p_k, p_v, p_g, m_k, m_v)
         beta = step_size(tl.load(p_beta), BETA, FAST_MATH)
         if conv_state_ptr is not None:
-            element = conv_state_ptr.dtype.element_ty
-            inputs = b_q, b_k, b_v
-            inputs, windows = convolve_head(taps, windows, inputs, element, FAST_MATH)
-            b_q, b_k, b_v = inputs
-            conv_state_ptr += stride_conv_state_w
             own = (m_k & writes, m_k & writes, m_v & writes)
-            keep_windows(
-                conv_state_ptr, windows_ptr, (row, i_t), windows, channels, masks, own,
-                stride_conv_state_c, of_windows,
+            inputs, windows, conv_state_ptr = convolve_token(
+                taps, windows, (b_q, b_k, b_v), conv_state_ptr, windows_ptr, (row, i_t), channels,
+                masks, own, strides, of_windows, FAST_MATH,
             )  # fmt: skip
+            b_q, b_k, b_v = inputs
         b_decay = ex2(log2_decay(b_g, a_log, b_bias, lower_bound, GATE, FAST_MATH), FAST_MATH)
         b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
