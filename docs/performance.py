@@ -126,13 +126,18 @@ def _headline() -> str:
     decodes = mla.decode_ratios(mla_report)
     flex = block_sparse.ratios(sparse, "FlexAttention")
     sage, sparge = drop_ins.eight_bit_ratios()
-    full, smaller = crowds.full_server_ratios()
+    full, drafted, smaller = crowds.full_server_ratios()
     rows = [
         *(_headline_of_engine(name) for name in engines.HEADLINES),
         (
             f"Full server of vLLM or sglang, 1 GPU, {len(full)} loads",
             "the engine without the flag, with states in the same format",
             full,
+        ),
+        (
+            f"Full server of sglang with drafts, 1 GPU, {len(drafted)} load",
+            "the engine without the flag, with the same drafts",
+            drafted,
         ),
         (
             f"Full server of vLLM with states in 16 bits, 1 GPU, {len(smaller)} loads",

@@ -27,21 +27,22 @@ def full_servers() -> list[str]:
     return [line for name, title in FULL.items() for line in _full(name, title)]
 
 
-def full_server_ratios() -> tuple[list[float], list[float]]:
+def full_server_ratios() -> tuple[list[float], list[float], list[float]]:
     """The rate with the flag over the engine's own, of each load: with states in the same format,
-    and with states in 16 bits over the engine with its default, which are of 32."""
-    alike, smaller = [], []
+    the same with drafts, and with states in 16 bits over the engine with its default, of 32."""
+    alike, drafts, smaller = [], [], []
     for name in FULL:
-        rows = [row for row in load(name)["rows"] if row["tokens_per_s"] is not None]
+        report = load(name)
+        rows = [row for row in report["rows"] if row["tokens_per_s"] is not None]
         engine = [row for row in rows if row["side"] == "upstream"]
         for row in (row for row in rows if row["side"] == "flag"):
             for other in (other for other in engine if other["what"] == row["what"]):
                 ratio = row["tokens_per_s"] / other["tokens_per_s"]
                 if row["state"] == other["state"]:
-                    alike.append(ratio)
+                    (drafts if "drafts" in report else alike).append(ratio)
                 elif other["state"] == "float32":
                     smaller.append(ratio)
-    return alike, smaller
+    return alike, drafts, smaller
 
 
 def _full(name: str, title: str) -> list[str]:
@@ -60,8 +61,8 @@ def _full(name: str, title: str) -> list[str]:
     if "drafts" in report:
         more += (
             f" {report['drafts']} tokens are looked up for each step, of which random prompts"
-            " accept none: a step verifies so many for one that is written. sglang runs at most 48"
-            " requests at a time with drafts unless it is told to."
+            " accept none: a step verifies so many for one that is written. sglang, which runs at"
+            " most 48 requests at a time with drafts unless it is told to, may run 128 here."
         )
     turns = "one after the other"
     if "at_once" in report:
