@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from docs.performance_parts.page import by_size, load, section, table
+from docs.performance_parts.page import by_size, load, table
 
-FULL = {
-    "crowd_vllm.json": "A full server: Kimi-Linear-48B in vLLM, float32 states",
-    "crowd_vllm_float16.json": "A full server: Kimi-Linear-48B in vLLM, float16 states",
-    "crowd_sglang_float32.json": "A full server: Kimi-Linear-48B in sglang, float32 states",
-    "crowd_sglang.json": "A full server: Kimi-Linear-48B in sglang, by the format of states",
-    "crowd_sglang_drafts.json": "A full server: Kimi-Linear-48B in sglang, with drafts",
-}
-_SLOTS = {"sglang": "slots of states", "vllm": "blocks"}
+FULL = (
+    "crowd_vllm.json",
+    "crowd_vllm_float16.json",
+    "crowd_sglang_float32.json",
+    "crowd_sglang.json",
+    "crowd_sglang_drafts.json",
+)
 SAME_BITS = (
     "same_bits_vllm033.json",
     "same_bits_vllm033_two_gpus.json",
@@ -24,7 +24,28 @@ SAME_BITS = (
 
 def full_servers() -> list[str]:
     """Requests that run at a time and tokens per second, by the format of states."""
-    return [line for name, title in FULL.items() for line in _full(name, title)]
+    reports = {name: load(name) for name in FULL}
+    machines = {f"{r['gpu']}, torch {r['torch']}, Triton {r['triton']}" for r in reports.values()}
+    drafts = next(report["drafts"] for report in reports.values() if "drafts" in report)
+    return [
+        "",
+        "## Full servers: Kimi-Linear-48B on one GPU",
+        "",
+        f"{' and '.join(sorted(machines))}."
+        " Random weights, in the engine's default mode but for the format of KDA's states."
+        " The sides of a file load at the same time on GPUs of one host, and run at the same"
+        " time once all have loaded, or in turn. There is room for so many blocks of vLLM's"
+        " cache, or slots of sglang's states. × is the rate over that of the first row of"
+        f" the same load and file. With drafts {drafts} tokens are looked up for each step,"
+        " of which random prompts accept none: a step verifies so many for one that is"
+        " written. sglang, which runs at most 48 requests at a time with drafts unless it is"
+        " told to, may run 128 here.",
+        "",
+        *table(
+            ["engine", "load", "side", "states", "running at a time", "room", "tokens/s", "×"],
+            [row for name, report in reports.items() for row in _full(name, report)],
+        ),
+    ]
 
 
 def full_server_ratios() -> tuple[list[float], list[float], list[float]]:
@@ -45,37 +66,18 @@ def full_server_ratios() -> tuple[list[float], list[float], list[float]]:
     return alike, drafts, smaller
 
 
-def _full(name: str, title: str) -> list[str]:
-    report = load(name)
-    slots = _SLOTS[report["engine"].split()[0]]
-    cells = []
-    for row in report["rows"]:
-        first = next(x for x in report["rows"] if x["what"] == row["what"])
+def _full(name: str, report: dict[str, Any]) -> Iterator[list[str]]:
+    """The rows of a file."""
+    link = f"[{report['engine']}, {report['date']}](../../benchmarks/results/{name})"
+    how = ", with drafts" if "drafts" in report else ""
+    how += "" if "at_once" in report else ", in turn"
+    rows = [row for row in report["rows"] if row["tokens_per_s"] is not None]
+    for row in rows:
+        first = next(other for other in rows if other["what"] == row["what"])
         numbers = [f"{row[key]:,}" for key in ("running", "slots")]
-        rates = [one["tokens_per_s"] for one in (row, first)]
-        rate = "" if rates[0] is None else f"{rates[0]:,.0f}"
-        gain = "" if None in rates else f"{rates[0] / rates[1]:.2f}"
-        cells.append([row["what"], row["side"], row["state"], *numbers, rate, gain])
-    ended = " and ".join(side.replace(":", " with ") for side in report["failed"])
-    more = f" {ended} did not end in the benchmark's time." if ended else ""
-    if "drafts" in report:
-        more += (
-            f" {report['drafts']} tokens are looked up for each step, of which random prompts"
-            " accept none: a step verifies so many for one that is written. sglang, which runs at"
-            " most 48 requests at a time with drafts unless it is told to, may run 128 here."
-        )
-    turns = "one after the other"
-    if "at_once" in report:
-        turns = "at the same time once all have loaded"
-    return [
-        *section(title, report, name),
-        "",
-        "Random weights on one GPU, in the engine's default mode but for the format of KDA's"
-        f" states. All sides load at the same time on GPUs of one host, and run {turns}."
-        f" × is the rate over that of the first row of the same load.{more}",
-        "",
-        *table(["load", "side", "states", "running at a time", slots, "tokens/s", "×"], cells),
-    ]
+        rate, gain = row["tokens_per_s"], row["tokens_per_s"] / first["tokens_per_s"]
+        what = [link, row["what"] + how, row["side"], row["state"]]
+        yield [*what, *numbers, f"{rate:,.0f}", f"{gain:.2f}"]
 
 
 def same_bits() -> list[str]:
