@@ -10,6 +10,7 @@ for instance inputs that need gradients, runs on FLA's kernels, whose logger giv
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import ModuleType
 from typing import Any
@@ -63,11 +64,11 @@ def _register(module: Any) -> None:
 
 def refusal(*args: Any, **kwargs: Any) -> str | None:
     """Why a call of ``chunk_kda`` stays FLA's, or ``None``; nothing is computed."""
-    from kda_backend.fla import chunk_kda, typed_values
+    from kda_backend.fla import typed_values
     from kda_backend.operators import check_prefill
 
     try:
-        bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
+        bound = _signature().bind(*args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
         v_first = bool(call["state_v_first"] or call["transpose_state_layout"])
@@ -75,3 +76,11 @@ def refusal(*args: Any, **kwargs: Any) -> str | None:
     except (TypeError, ValueError, LookupError) as error:
         return str(error)
     return None
+
+
+@functools.cache
+def _signature() -> inspect.Signature:
+    """Made once: it takes longer than the checks of a call."""
+    from kda_backend.fla import chunk_kda
+
+    return inspect.signature(chunk_kda)
