@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.engines import serve_work as work
@@ -250,8 +251,8 @@ def default_modes() -> list[str]:
 
 
 def cut_models() -> list[str]:
-    """Models with few layers or heads, and other sizes of graphs, of the files that are there."""
-    lines = []
+    """Models with few layers or heads, of the files that are there."""
+    cells, notes = [], []
     for name, title in CUT.items():
         if not (RESULTS / name).exists():
             continue
@@ -262,38 +263,33 @@ def cut_models() -> list[str]:
             for key in ("layers", "heads", "experts", "drafts")
             if own.get(key) is not None
         ]
-        more = [side for side in report["sides"] if side not in ("upstream", "flag")]
-        names = {"upstream": "upstream", "flag": "with the flag"}
-        names |= {side: f"the flag, {side.replace('_', ' ')}" for side in more}
-        cells = [
-            [
-                row["what"],
-                *(f"{row[f'{s}_ms']:,.1f}" if f"{s}_ms" in row else "" for s in names),
-                f"{row['upstream_ms'] / row['flag_ms']:.2f}",
-            ]
-            for row in both(report)
-            if row["kind"] != "load"
-        ]
-        sizes = report["sides"][[*names][-1]]["engine"].get("cudagraph_sizes")
-        if sizes == report["sides"]["flag"]["engine"].get("cudagraph_sizes"):
-            sizes = None
-        lines += [
-            *section(title, report, name),
-            "",
-            f"{engine_of(report)} in its default mode, the configuration with {', '.join(cut)}, and"
-            " random weights."
-            + (f" Sizes of graphs of the last column: {sizes}." if sizes else ""),
-            "",
-            *([*table(["ms", *names.values(), "×"], cells), ""] if cells else []),
-            *([] if report.get("beside") else _memory(name)),
-            *_tokens_and_paths(report),
-        ]
-    return lines
+        link = f"[{title}](../../benchmarks/results/{name})"
+        others = [side for side in report["sides"] if side not in ("upstream", "flag")]
+        for row in both(report):
+            if row["kind"] == "load":
+                continue
+            times = [f"{row[f'{side}_ms']:,.1f}" for side in ("upstream", "flag")]
+            more = [f"{row[f'{x}_ms']:,.1f} ({x.replace('_', ' ')})" for x in others]
+            ratio = f"{row['upstream_ms'] / row['flag_ms']:.2f}"
+            cells.append([link, row["what"], *times, ratio, ", ".join(more)])
+        machine = f"{report['gpu']}, torch {report['torch']}, {report['date']}"
+        note = f"- {title}: {engine_of(report)}, {', '.join(cut)}; {machine}."
+        notes.append(" ".join([note, *_tokens_and_paths(report)]))
+    titles = ["model", "call", "upstream", "with the flag", "×", "the flag, otherwise"]
+    return [
+        "",
+        "## Layers of other models, and few heads",
+        "",
+        "Random weights, in the engine's default mode; times in ms.",
+        "",
+        *table(titles, cells),
+        "",
+        *notes,
+    ]
 
 
-def _tokens_and_paths(report: dict[str, Any]) -> list[str]:
+def _tokens_and_paths(report: dict[str, Any]) -> Iterator[str]:
     """How greedy tokens agree, which paths prefills took, and which steps ran in graphs."""
-    lines = []
     for key, prompts in (("agreement", "short prompts"), ("agreement_long", "long prompts")):
         pairs = [
             f"{what.replace('_', ' ')} {found['same']} of {found['prompts']} the same, and rounding"
@@ -302,32 +298,29 @@ def _tokens_and_paths(report: dict[str, Any]) -> list[str]:
             if what.startswith(("upstream", "flag and"))
         ]
         if pairs:
-            lines.append(f"- Greedy tokens of {prompts}: {'; '.join(pairs)}.")
-    lines += _drafts(report)
+            yield f"Greedy tokens of {prompts}: {'; '.join(pairs)}."
+    yield from _drafts(report)
     flag = report["sides"]["flag"]
     for path, sizes in flag.get("paths", {}).items():
         how = [f"{len(of)} {kind} sizes of up to {max(of):,}" for kind, of in sizes.items() if of]
-        lines.append(f"- Prefills by `{path}`: {', '.join(how)} tokens.")
+        yield f"Prefills by `{path}`: {', '.join(how)} tokens."
     if steps := flag.get("prefill_steps"):
-        lines.append(
-            f"- With the flag {steps['in_graphs']:,} of {steps['steps']:,} prefill steps ran in"
+        yield (
+            f"With the flag {steps['in_graphs']:,} of {steps['steps']:,} prefill steps ran in"
             f" CUDA graphs, {steps['replayed']:,} of them of sizes that no KDA layer saw outside of"
             " one."
         )
-    return lines
 
 
-def _drafts(report: dict[str, Any]) -> list[str]:
+def _drafts(report: dict[str, Any]) -> Iterator[str]:
     """Accepted drafts of each side, and what a request takes for them where the engine says so."""
-    lines = []
     for side, data in report["sides"].items():
         if found := data.get("drafts"):
-            line = f"- Drafts, {side}: {found['accepted']:,} of {found['draft']:,} accepted"
+            line = f"Drafts, {side}: {found['accepted']:,} of {found['draft']:,} accepted"
             if "blocks_kib" in found:
                 line += f"; a request takes {found['blocks_kib']:,.0f} KiB of the cache for states"
                 line += f" and {found['records_kib']:,.0f} KiB of records"
-            lines.append(line + ".")
-    return lines
+            yield line + "."
 
 
 def _experts_of_sglang() -> list[str]:

@@ -61,4 +61,4 @@ def test_drafts_of_a_side_are_shown_once_a_file_has_them() -> None:
     """No committed file of a cut model has."""
     drafts = {"draft": 4000, "accepted": 3000, "blocks_kib": 4096.0, "records_kib": 64.0}
     (line,) = engines._drafts({"sides": {"flag": {"drafts": drafts}, "upstream": {}}})
-    assert line.startswith("- Drafts, flag: 3,000 of 4,000 accepted; a request takes 4,096 KiB of")
+    assert line.startswith("Drafts, flag: 3,000 of 4,000 accepted; a request takes 4,096 KiB of")
