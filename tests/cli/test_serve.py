@@ -132,6 +132,25 @@ def test_heads_are_split_over_gpus(
     assert "8 GPUs" in out and "4 heads per GPU" in out
 
 
+@pytest.mark.parametrize(
+    ("options", "heads"),
+    [
+        (["--dp-size", "2"], 1),
+        (["--enable-dp-attention", "--dp-size", "8"], 8),
+        (["--attn-dp-size=32"], 32),
+        (["--attn-dp-size", "4", "--attn-cp-size", "2"], 8),
+    ],
+)
+def test_groups_of_gpus_have_all_heads(
+    options: list[str], heads: int, engines: Callable[..., None], tmp_path: Path
+) -> None:
+    """sglang's attention in data or context parallel."""
+    command = ("serve", "--engine", "sglang", model(tmp_path, KIMI), "--dry-run", "--tp", "32")
+    code, out, err = run(*command, *options)
+    assert code == 0, err
+    assert "32 GPUs" in out and f" {heads} heads per GPU" in out
+
+
 @pytest.mark.parametrize(("engine", "flag"), [("vllm", "KDA"), ("sglang", "kda")])
 @pytest.mark.parametrize("written", ["text", "text and images", "what differs from defaults"])
 def test_glm(
