@@ -327,3 +327,14 @@ def test_an_interrupt_waits_for_no_answer(pages: dict[str, Any]) -> None:
         ended.set()
         process.kill()
         process.wait()
+
+
+def test_a_folder_that_the_harness_cannot_use_is_named(
+    pages: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    config = pytest.importorskip("datasets.config")
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", "/proc/of-nobody")
+    code, out, err = gsm8k(pages["url"])
+    assert (code, out) == (2, "")
+    assert "kda-dsv4: the data cannot be prepared: " in err and "/proc/of-nobody" in err
