@@ -311,5 +311,8 @@ def test_keys_are_passed_on_and_not_printed(
     assert line.endswith("--api-key *** --hf-token=*** --enable-log --proxy http://***@h")
     for option in ("--token", "--client-secret", "--apikey", "--api-key", "--bearer-token"):
         assert shown_command(f"{option} --k5 --tokenizer m") == f"{option} *** --tokenizer m"
+    variables = "docker run -e HF_TOKEN=k7 -e VLLM_API_KEY='k 8' -e MAX_TOKENS=9 i --url h?token=k"
+    shown = "docker run -e HF_TOKEN=*** -e VLLM_API_KEY=*** -e MAX_TOKENS=9 i --url h?token=***"
+    assert shown_command(variables) == shown
     config = """--max-num-batched-tokens 8 --config '{"aws_secret_access_key": "k\\"6", "a": 1}'"""
     assert shown_command(config) == config.replace('k\\"6', "***")
