@@ -27,6 +27,9 @@ _TENSOR_PARALLEL = {
     "vllm": ("--tensor-parallel-size", "-tp"),
     "sglang": ("--tensor-parallel-size", "--tp-size", "--tp"),
 }
+_DATA_PARALLEL = ("--data-parallel-size", "--dp-size", "--dp")
+_ATTENTION_DATA_PARALLEL = ("--attention-data-parallel-size", "--attn-dp-size")
+_ATTENTION_CONTEXT_PARALLEL = ("--attention-context-parallel-size", "--attn-cp-size")
 
 
 def serve(
@@ -57,14 +60,15 @@ def prepare(engine: str, model: str, arguments: list[str]) -> tuple[list[str], l
         raise BadInputError(f"--engine must be {' or '.join(SERVERS)}, got {engine!r}")
     if any(_option(argument)[0] == "--attention-backend" for argument in arguments):
         raise BadInputError("--attention-backend is what serve adds: leave it out")
-    ranks = _tensor_parallel(engine, arguments)
+    ranks = _size(arguments, _TENSOR_PARALLEL[engine])
+    sharing = _ranks_of_a_layer(engine, arguments, ranks)
     version = _version(engine)
     config = read_config(model)
     candidates = _families_of(config)
     target = detect_target()
     if target.vendor == "cpu":
         raise CliError(f"{engine} needs a GPU for this model, and there is none here")
-    serving, paths = _describe(candidates, target, config, ranks, engine)
+    serving, paths = _describe(candidates, target, config, sharing, engine)
     gpus = f"{ranks} GPU{'s' if ranks > 1 else ''}"
     lines = [
         f"{engine} {version} on {target.name} ({target.arch}), {gpus}",
@@ -162,8 +166,19 @@ def _version(engine: str) -> str:
     return version
 
 
-def _tensor_parallel(engine: str, arguments: list[str]) -> int:
-    names = _TENSOR_PARALLEL[engine]
+def _ranks_of_a_layer(engine: str, arguments: list[str], ranks: int) -> int:
+    """GPUs that share the heads of a layer: with attention in data or context parallel, sglang's
+    tensor-parallel ``ranks`` are several groups, each with all heads."""
+    if engine != "sglang":
+        return ranks
+    groups = _size(arguments, _ATTENTION_DATA_PARALLEL)
+    if groups == 1 and any(_option(x)[0] == "--enable-dp-attention" for x in arguments):
+        groups = _size(arguments, _DATA_PARALLEL)
+    return max(1, ranks // groups // _size(arguments, _ATTENTION_CONTEXT_PARALLEL))
+
+
+def _size(arguments: list[str], names: tuple[str, ...]) -> int:
+    """The number that an option of these names is given, by default 1."""
     found = "1"
     for place, argument in enumerate(arguments):
         name, equals, value = _option(argument)

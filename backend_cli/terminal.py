@@ -60,13 +60,15 @@ def hidden(text: str, *secrets: str) -> str:
 
 _SECRET = r"(?:api[-_]?k|access[-_]?key|password|secret|(?<![a-z])token(?=[=\s\"']))[\w.-]*"
 _OPTIONS = re.compile(rf"(--[\w.-]*{_SECRET}[=\s]+)\S+\s*(?:(?!--)\S+(?:\s+|$))*", re.IGNORECASE)
+_VARIABLES = re.compile(rf"(\b\w*{_SECRET}=)(?:\"[^\"]*\"|'[^']*'|\S+)", re.IGNORECASE)
 _ENTRIES = re.compile(rf"(\"[\w.-]*{_SECRET}\"\s*:\s*)\"(?:\\.|[^\"\\])*\"", re.IGNORECASE)
 
 
 def shown_command(command: str) -> str:
-    """A server's command line or flags as `hidden` shows them, and ``***`` for keys in options and
-    in JSON."""
-    return _OPTIONS.sub(r"\1*** ", _ENTRIES.sub(r'\1"***"', hidden(command))).strip()
+    """A server's command line or flags as `hidden` shows them, and ``***`` for keys in options, in
+    environment variables that it sets, and in JSON."""
+    shown = _VARIABLES.sub(r"\1***", _ENTRIES.sub(r'\1"***"', hidden(command)))
+    return _OPTIONS.sub(r"\1*** ", shown).strip()
 
 
 class Bar:

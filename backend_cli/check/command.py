@@ -58,9 +58,11 @@ def check(
     if json_path is not None:
         check_writable(json_path)
     report = run(target, interpret is not None, jobs or _default_jobs(target), timeout)
-    if json_path is not None:
-        write_json(json_path, report)
-    _print_report(report, verbose=verbose)
+    try:
+        if json_path is not None:
+            write_json(json_path, report)
+    finally:  # also where a disk is full by now
+        _print_report(report, verbose=verbose)
     if report["failures"] or not report["checked"]:
         raise typer.Exit(1)
 

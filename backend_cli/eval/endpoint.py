@@ -7,12 +7,13 @@ import http.client
 import json
 import os
 import re
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -271,12 +272,35 @@ def ask_all(
 ) -> Iterator[tuple[int, Answer]]:
     """Ask every prompt, ``concurrency`` at once; (index, answer) as answers come.
 
-    An error of ``ask`` is raised once the answers under way have come; nothing new is asked.
+    An error of ``ask`` is raised once the answers under way have come; nothing new is asked. An
+    interrupt waits for none of them: the threads that ask keep no process alive.
     """
-    with ThreadPoolExecutor(concurrency) as pool:
-        asked = {pool.submit(ask, prompt): index for index, prompt in enumerate(prompts)}
-        try:
-            for future in as_completed(asked):
-                yield asked[future], future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    found: SimpleQueue[tuple[int, Answer] | Exception] = SimpleQueue()
+    numbers, lock, over = iter(range(len(prompts))), threading.Lock(), threading.Event()
+
+    def take() -> int | None:
+        with lock:
+            return None if over.is_set() else next(numbers, None)
+
+    def serve() -> None:
+        while (number := take()) is not None:
+            try:
+                found.put((number, ask(prompts[number])))
+            except Exception as error:
+                over.set()
+                found.put(error)
+
+    count = min(concurrency, len(prompts))
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in prompts:
+            answer = found.get()
+            if isinstance(answer, Exception):
+                for thread in threads:
+                    thread.join()
+                raise answer
+            yield answer
+    finally:
+        over.set()

@@ -126,6 +126,7 @@ def evaluate(
     import lm_eval
     import lm_eval.evaluator
     import yaml
+    from datasets.exceptions import DatasetGenerationError
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
@@ -163,9 +164,16 @@ def evaluate(
                 fewshot_random_seed=SEED,
             )
         )
-    except (OSError, ValueError) as error:
-        if files is not None:
+    except BrokenPipeError:
+        raise  # of a bar
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        if files is not None and isinstance(error, ValueError):
             raise
+        if files is not None:
+            raise BadInputError(
+                f"the data cannot be prepared: {error.__cause__ or error} (HF_DATASETS_CACHE names"
+                " the folder for it)"
+            ) from error
         raise BadInputError(
             f"openai/gsm8k cannot be loaded from its hub ({error}): give its test file with "
             "--data-path"

@@ -120,7 +120,7 @@ def read_gsm8k(path: str | Path) -> list[Question]:
     for number, line in enumerate(_lines(content), start=1):
         try:
             record = parse_json(line)
-            text, solution = record["question"], record["answer"]
+            text, solution = _text(record["question"]), _text(record["answer"])
             answer = solution.split("####")[1].strip().replace(",", "")
             questions.append(Question(" ".join(text.split()), str(int(answer))))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -129,6 +129,19 @@ def read_gsm8k(path: str | Path) -> list[Question]:
                 f"ending in '#### NUMBER', got {line[:80]!r}"
             ) from error
     return questions
+
+
+def _text(value: object) -> str:
+    """A text that can be sent; JSON also has halves of surrogate pairs.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: UTF-8 does not have it.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} in the place of a text")
+    value.encode()
+    return value
 
 
 def _lines(text: str) -> list[str]:
@@ -144,7 +157,7 @@ def read_questions(path: str | Path) -> QuestionSet:
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']!r}")
         size = header["pool"]
-        pool = tuple(Question(line["question"], line["answer"]) for line in rest[:size])
+        pool = tuple(Question(_text(x["question"]), _text(x["answer"])) for x in rest[:size])
         items = tuple(Item(tuple(line["context"]), line["asked"]) for line in rest[size:])
         if len(pool) != size or len(items) != header["items"]:
             raise ValueError(f"{len(pool)} questions and {len(items)} items")

@@ -45,7 +45,7 @@ def tune(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Most seconds for one candidate.")
+        float, typer.Option(min=1.0, max=86_400.0, help="Most seconds for one candidate.")
     ] = 180.0,
 ) -> None:
     """Search faster launch parameters on this GPU and write tables that later runs use."""

@@ -224,6 +224,12 @@ def batch_invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
+def offloads_weights(vllm_config: Any) -> bool:
+    """Whether weights are kept in host memory, so that a layer's are there in its forward alone."""
+    offload = vllm_config.offload_config
+    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+
+
 def log_failed_step(what: str, error: Exception) -> None:
     """Say once what failed in a step, before its exception leaves this backend.
 

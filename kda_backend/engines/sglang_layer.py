@@ -316,6 +316,10 @@ def _selection(
         if reason is not None:
             fallback(f"--enable-deterministic-inference is on, and {reason}")
             return None
+    weights = [x for layer in layers for x in (layer.A_log, layer.dt_bias, layer.conv_weights)]
+    if any(x is not None and x.device.type != device.type for x in weights):
+        fallback("weights of KDA layers are kept in host memory: serve without --cpu-offload-gb")
+        return None
     tensors = (*states, *(layer.conv_weights for layer in layers))
     aligned = all(x.data_ptr() % 16 == 0 for x in tensors) and all(
         pool.stride(0) * pool.element_size() % 16 == 0 for pool in states

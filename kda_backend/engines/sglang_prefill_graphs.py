@@ -87,6 +87,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     found = hook.resolving_view(server_args)
     if found.enable_memory_saver:
         return  # breakable graphs refuse it as the server starts
+    if _offloads_weights(found):
+        return  # a graph's breaks run outside of the calls that bring weights from host memory
     if is_deterministic(server_args):
         return  # a captured MLA layer takes another form, by the size of the step
     resolved: dict[str, Any] = {}
@@ -167,6 +169,11 @@ def mla_runs_outside(text_config: Any) -> bool:
     )
 
 
+def _offloads_weights(found: Any) -> bool:
+    """Whether sglang's resolved arguments keep weights of layers in host memory."""
+    return bool(found.cpu_offload_gb > 0 or found.offload_group_size > 0)
+
+
 def captures_kda(backend: Any) -> bool:
     """Whether sglang's attention backend captures its KDA layers in prefill graphs."""
     return bool(getattr(backend, "use_captured_forward_metadata_for_breakable_cuda_graph", False))
@@ -181,7 +188,8 @@ def prepare(backend: Any, runner: Any, *, ours: bool) -> None:
     """
     if not captures_kda(backend):
         return
-    if mla_runs_outside(runner.model_config.hf_text_config):
+    outside = mla_runs_outside(runner.model_config.hf_text_config)
+    if outside and not _offloads_weights(runner.server_args):
         from kda_backend.engines.sglang_mla_breaks import break_at_mla
 
         break_at_mla(runner.model, ABSORBED_TOKENS)

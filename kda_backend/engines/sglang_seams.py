@@ -110,6 +110,7 @@ SGLANG_RECORDS = Part.of(
         *each(_CONTEXT, "get_exec get_disagg", takes=""),
     ),
 )
+_FIELDS = "sglang.srt.arg_groups.fields"
 _HOOK = "sglang.srt.arg_groups.cuda_graph_hook"
 SGLANG_GRAPHS = Part.of(
     "prefill graphs of KDA models",
@@ -123,6 +124,7 @@ SGLANG_GRAPHS = Part.of(
         ),
         *each("sglang.srt.arg_groups.memory_hook", "reserve_for_graph_mb use_mla_backend"),
         Seam("sglang.srt.configs.model_config:uses_kda_attention"),
+        Seam(f"{_FIELDS}.exec_:ExecOffload", has="cpu_offload_gb offload_group_size"),
         Seam(f"{_GRAPH}:kda_extend_in_graph", calls=f"extend: {_PREFILL}"),
         Seam(_KDA, has="prefill_graph_max_seqs"),
         Seam(
@@ -132,7 +134,6 @@ SGLANG_GRAPHS = Part.of(
         ),
     ),
 )
-_FIELDS = "sglang.srt.arg_groups.fields"
 SGLANG_CUTS = Part.of(
     "cuts of prompts that keep bits",
     (

@@ -8,6 +8,7 @@ import torch
 from vllm.config import VllmConfig
 
 from backend_core.engines.seams import Part
+from backend_core.engines.vllm_flag import offloads_weights
 from kda_backend.contract.values import GateSpec
 from kda_backend.engines.vllm_layer import attend, runtime_of
 from kda_backend.engines.vllm_metadata import KeepsLengths
@@ -35,8 +36,7 @@ class SeparateConvs(KeepsLengths):
             part: what is relied on of this layer.
         """
         refusal = None
-        offload = vllm_config.offload_config
-        if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+        if offloads_weights(vllm_config):
             refusal = "weights are kept in host memory, and those of convolutions are packed"
         self.kda_runtime = runtime_of(
             vllm_config, self, self.kda_lower_bound, part, checkpoints=checkpoints, refusal=refusal

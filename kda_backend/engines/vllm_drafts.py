@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from backend_core.engines import seams
+from backend_core.engines.vllm_flag import offloads_weights
 from backend_core.strict import decline
 from backend_core.target import Target
 from kda_backend.engines import draft_records
@@ -97,6 +98,8 @@ def _not_served(vllm_config: Any, module: Any) -> str | None:
         return "a pipeline's later steps begin before the drafts of a step are accepted"
     if parallel.use_ubatching:
         return "two micro-batches of a step would share them"
+    if offloads_weights(vllm_config):
+        return "weights are kept in host memory, and a commit reads gates after the layers have run"
     if module.get_state_dtype()[1] == torch.float16:
         return "vLLM's commit does not cut off states beyond float16's range"
     try:

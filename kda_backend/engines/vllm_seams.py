@@ -29,6 +29,7 @@ _METADATA = (
         "vllm.config.cache:CacheConfig", has="mamba_page_size_padded mamba_cache_mode use_replayssm"
     ),
 )
+_OFFLOAD = Seam("vllm.config.offload:OffloadConfig", has="uva prefetch")
 _LAYER = "get_state_shape get_state_dtype get_attn_backend prefix kv_cache head_dim conv_size"
 _CALCULATOR = "vllm.model_executor.layers.mamba.mamba_utils:MambaStateDtypeCalculator"
 _STATES = (
@@ -121,6 +122,7 @@ VLLM_RECORDS = Part.of(
             "vllm.config.speculative:SpeculativeConfig",
             has="draft_model_config target_model_config",
         ),
+        _OFFLOAD,
         # Kimi-K3's commit, of layers that look like its own
         Seam(f"{_RECOVER}:KDARecoverSSMRecords", has="correction key_gate"),
         Seam(f"{_CONTEXT}.create", given="layers spec_query_len max_num_reqs", body=True),
@@ -168,6 +170,7 @@ GLM = Part.of(
     "KDA layers of GLM-5.3-Flash",
     (
         *_METADATA,
+        _OFFLOAD,
         Seam(f"{_GLM}.__init__", takes="config vllm_config prefix ..."),
         Seam(f"{_GLM}.forward", takes="hidden_states positions", body=True),
         Seam(
@@ -184,6 +187,7 @@ LING = Part.of(
     "KDA layers of Ling-V3",
     (
         *_METADATA,
+        _OFFLOAD,
         Seam(f"{_LING}.forward", takes="hidden_states positions output", body=True),
         Seam(
             _LING,

@@ -16,6 +16,7 @@ import functools
 import sys
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import VllmConfig
@@ -41,6 +42,11 @@ _PADDED = (8, 16, 32)
 """Heads that vLLM's kernel which makes the queries is compiled for, below FlashMLA's 64."""
 
 _layer: ContextVar[SparseAttention | None] = ContextVar("layer", default=None)
+# Layers hold theirs, so that both end with the engine: under --enable-sleep-mode their memory is of
+# vLLM's pool of weights, which must be empty before the process makes another engine.
+_served: WeakValueDictionary[tuple[Target, LayerShape, torch.device], SparseLayer]
+_served = WeakValueDictionary()
+_scratches: WeakValueDictionary[torch.device, SplitScratch] = WeakValueDictionary()
 
 
 def adopt(layer: Any, vllm_config: VllmConfig) -> str | None:
@@ -116,17 +122,14 @@ def _sparse_layer(layer: Any, vllm_config: VllmConfig) -> SparseLayer:
     return _of_form(_target(vllm_config), form, device)
 
 
-@functools.cache
 def _of_form(target: Target, form: LayerShape, device: torch.device) -> SparseLayer:
     """One for all layers that are alike, its kernels compiled."""
-    served = SparseLayer(target, form, _scratch(device))
-    served.warm_up(device)
+    served = _served.get((target, form, device))
+    if served is None:
+        served = SparseLayer(target, form, _scratches.setdefault(device, SplitScratch(device)))
+        served.warm_up(device)
+        _served[target, form, device] = served
     return served
-
-
-@functools.cache
-def _scratch(device: torch.device) -> SplitScratch:
-    return SplitScratch(device)
 
 
 def _keep_heads(layer: Any, heads: int) -> None:

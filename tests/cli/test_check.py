@@ -261,6 +261,21 @@ def test_bad_input(args: list[str], message: str) -> None:
     assert_one_sentence(err)
 
 
+def test_a_json_that_cannot_be_written_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results are printed all the same: a run takes minutes."""
+
+    def checked(*_: object) -> Any:
+        (tmp_path / "new").write_text("")
+        return json.loads((RESULTS / "check_h200.json").read_text())
+
+    monkeypatch.setattr(check_module, "run", checked)
+    code, out, err = run("check", "--json", str(tmp_path / "new" / "check.json"))
+    assert code == 2 and "cannot write" in err
+    assert "calls right" in out.splitlines()[-1]
+
+
 def test_a_json_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, out, err = run("check", "--json", str(tmp_path / "file" / "check.json"))

@@ -194,11 +194,13 @@ def test_a_record_is_not_overwritten(server: Server) -> None:
 
 
 def bad_files(tmp_path: Path) -> dict[str, Path]:
-    files = {name: tmp_path / name for name in ("binary", "other", "few", "folder")}
+    names = ("binary", "other", "few", "folder", "half")
+    files = {name: tmp_path / name for name in names}
     files["binary"].write_bytes(b"\xff\xfe\x00")
     files["other"].write_text('{"prompt": "x"}\n')
     files["few"].write_text("".join(TEN.read_text().splitlines(keepends=True)[:3]))
     files["folder"].mkdir()
+    files["half"].write_text('{"question": "\\ud83d", "answer": "1 #### 1"}\n')
     return files | {"absent": tmp_path / "absent"}
 
 
@@ -210,6 +212,7 @@ def bad_files(tmp_path: Path) -> dict[str, Path]:
         ("binary", "binary must be UTF-8 text"),
         ("other", "other, line 1: expected a GSM8K record"),
         ("few", "few must have at least 6 questions, got 3"),
+        ("half", "half, line 1: expected a GSM8K record"),  # of a character
     ],
 )
 def test_unusable_data(name: str, message: str, tmp_path: Path) -> None:

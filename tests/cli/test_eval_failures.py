@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socketserver
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -19,6 +23,7 @@ from backend_cli.eval import endpoint
 from tests.cli.program import TEN, run
 
 KEY = "sk-SECRET-123"
+_FROM_HERE = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 
 pytestmark = pytest.mark.usefixtures("in_a_new_folder")
 
@@ -300,3 +305,36 @@ def test_a_server_that_calls_itself_by_the_key(
     assert "SECRET" not in "".join(map(str, run("eval", "compare", "a.json", "c.json")))
     code, out, err = recall(pages["url"], "--model", "n")
     assert code == 2 and "--model must be one of m-***" in err
+
+
+def test_an_interrupt_waits_for_no_answer(pages: dict[str, Any]) -> None:
+    """Of servers whose answers take minutes; the exit code is that of any interrupt."""
+    asked, ended = threading.Event(), threading.Event()
+
+    def late(body: Any) -> Any:
+        asked.set()
+        ended.wait(60)
+        return text("x")
+
+    pages["/v1/completions"] = late
+    command = ("eval", "recall", "--base-url", pages["url"], "--num-questions", "3")
+    process = subprocess.Popen([sys.executable, "-m", "backend_cli.main", *command], env=_FROM_HERE)
+    try:
+        assert asked.wait(60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    finally:
+        ended.set()
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_that_the_harness_cannot_use_is_named(
+    pages: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    config = pytest.importorskip("datasets.config")
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", "/proc/of-nobody")
+    code, out, err = gsm8k(pages["url"])
+    assert (code, out) == (2, "")
+    assert "kda-dsv4: the data cannot be prepared: " in err and "/proc/of-nobody" in err

@@ -132,6 +132,25 @@ def test_heads_are_split_over_gpus(
     assert "8 GPUs" in out and "4 heads per GPU" in out
 
 
+@pytest.mark.parametrize(
+    ("options", "heads"),
+    [
+        (["--dp-size", "2"], 1),
+        (["--enable-dp-attention", "--dp-size", "8"], 8),
+        (["--attn-dp-size=32"], 32),
+        (["--attn-dp-size", "4", "--attn-cp-size", "2"], 8),
+    ],
+)
+def test_groups_of_gpus_have_all_heads(
+    options: list[str], heads: int, engines: Callable[..., None], tmp_path: Path
+) -> None:
+    """sglang's attention in data or context parallel."""
+    command = ("serve", "--engine", "sglang", model(tmp_path, KIMI), "--dry-run", "--tp", "32")
+    code, out, err = run(*command, *options)
+    assert code == 0, err
+    assert "32 GPUs" in out and f" {heads} heads per GPU" in out
+
+
 @pytest.mark.parametrize(("engine", "flag"), [("vllm", "KDA"), ("sglang", "kda")])
 @pytest.mark.parametrize("written", ["text", "text and images", "what differs from defaults"])
 def test_glm(
@@ -292,5 +311,8 @@ def test_keys_are_passed_on_and_not_printed(
     assert line.endswith("--api-key *** --hf-token=*** --enable-log --proxy http://***@h")
     for option in ("--token", "--client-secret", "--apikey", "--api-key", "--bearer-token"):
         assert shown_command(f"{option} --k5 --tokenizer m") == f"{option} *** --tokenizer m"
+    variables = "docker run -e HF_TOKEN=k7 -e VLLM_API_KEY='k 8' -e MAX_TOKENS=9 i --url h?token=k"
+    shown = "docker run -e HF_TOKEN=*** -e VLLM_API_KEY=*** -e MAX_TOKENS=9 i --url h?token=***"
+    assert shown_command(variables) == shown
     config = """--max-num-batched-tokens 8 --config '{"aws_secret_access_key": "k\\"6", "a": 1}'"""
     assert shown_command(config) == config.replace('k\\"6', "***")

@@ -227,6 +227,7 @@ def test_a_table_of_another_release_is_refused(tuned: SimpleNamespace) -> None:
     [
         (["--family", "gqa"], 2, f"--family must be one of {', '.join(FAMILIES)}, got 'gqa'"),
         (["--heads", "0"], 2, "Invalid value for '--heads'"),
+        (["--timeout", "inf"], 2, "Invalid value for '--timeout'"),
         (["--output-dir", f"{__file__}/tables"], 2, "cannot write"),
     ],
 )

@@ -69,6 +69,7 @@ def test_question_files_round_trip(tmp_path: Path, committed: QuestionSet) -> No
         "not json\n",
         '{"format": "another"}\n',
         '{"format": "kda-dsv4 recall 1", "pool": 1, "items": 0}\n',
+        '{"format": "kda-dsv4 recall 1", "pool": 1, "items": 0}\n{"question": 3, "answer": "3"}\n',
         '{"format": "kda-dsv4 recall 1", "pool": 0, "items": 1}\n{"context": [0], "asked": 0}\n',
     ],
 )

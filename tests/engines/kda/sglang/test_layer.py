@@ -242,6 +242,19 @@ def test_a_model_that_sglang_compiles_calls_kernels_of_ours_as_they_are() -> Non
             assert torch.equal(compiled, eager)
 
 
+def test_layers_whose_weights_are_in_host_memory_stay_upstreams(log_lines: list[str]) -> None:
+    """--cpu-offload-gb brings them to the GPU in the forward of a layer alone, and kernels here are
+    compiled, and drafts committed, outside of it. Another device of this machine stands for it."""
+    served = Served()
+    attention = served.layers[1].attn
+    attention.A_log = torch.nn.Parameter(attention.A_log.to("meta"))
+    with on_an_a100():
+        assert not sglang_layer.install(served.backend.linear_attn_backend, served.runner)
+    dispatcher = served.backend.linear_attn_backend.kernel_dispatcher
+    assert type(dispatcher.extend_kernel) is type(dispatcher.decode_kernel) is TritonKDAKernel
+    assert any("serve without --cpu-offload-gb" in line for line in log_lines)
+
+
 @pytest.mark.parametrize("bounded", [False, True])
 def test_decode_of_convolved_rows(served: Any, bounded: bool) -> None:
     """The seam below the layer's: packed rows, and q, k and v apart, agree with prefill."""

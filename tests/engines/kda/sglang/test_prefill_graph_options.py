@@ -49,6 +49,7 @@ def test_graphs_stay_off_without_a_gpu() -> None:
         (("--pp-size", "2"), "disabled", None),
         (("--disaggregation-mode", "decode"), "disabled", None),
         (("--enable-memory-saver",), "disabled", None),
+        (("--cpu-offload-gb", "1"), "disabled", None),
         (("--chunked-prefill-size", "512"), "breakable", 512),
     ],
 )

@@ -276,6 +276,9 @@ def test_what_is_not_served_is_named_and_keeps_states(
     config.cache_config.mamba_ssm_cache_dtype = "float16"
     assert "float16's range" in refused(config, caplog)
     config = drafting_config()
+    config.offload_config.prefetch.offload_group_size = 2  # Ling-V3's layer is not served then
+    assert "a commit reads gates after" in refused(config, caplog, "Kimi-Linear")
+    config = drafting_config()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert "first model runner" in refused(config, caplog)
     monkeypatch.setenv("KDA_DSV4_STRICT", "1")

@@ -3,7 +3,9 @@ refusals."""
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,9 +59,9 @@ def serve(monkeypatch: pytest.MonkeyPatch, kernel: FlashMla) -> Iterator[Serve]:
         run_as_on_h200(monkeypatch)
         return Batches(config, build_layer(config, ratio))
 
-    vllm_sparse._of_form.cache_clear()
+    vllm_sparse._served.clear()
     yield made
-    vllm_sparse._of_form.cache_clear()
+    vllm_sparse._served.clear()
 
 
 def check(batches: Batches, out: torch.Tensor) -> None:
@@ -122,6 +124,18 @@ def test_kernels_are_made_for_the_pages_that_vllm_will_choose(
     (spec,) = served.paths.served["decode"]._of_spec
     check(batches, batches.run(MIXED))
     assert list(served.paths.served["decode"]._of_spec) == [spec]
+
+
+def test_memory_is_shared_by_layers_and_ends_with_them(serve: Serve) -> None:
+    """vLLM's pool of weights must be empty before a process makes another engine that can sleep."""
+    batches = serve("torch", 8, 4)
+    config, scratch = batches.config, weakref.ref(batches.layer.served._scratch)
+    config.compilation_config.static_forward_context.clear()
+    another = build_layer(config, 128)
+    assert another.served._scratch is scratch() and another.served is not batches.layer.served
+    del batches, config, another
+    gc.collect()
+    assert scratch() is None
 
 
 def test_both_families_decide_on_a_layer_of_v41(serve: Serve) -> None:
