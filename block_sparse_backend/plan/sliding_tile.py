@@ -65,6 +65,7 @@ def sliding_tile(
         mask=masks.block_end,
         mask_aux=order.block_ends(block_n),
         has_partial=slots != len(order.slot_of),
+        lengths=(slots, slots),
     )
 
 
