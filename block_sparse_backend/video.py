@@ -89,6 +89,7 @@ class VideoAttention:
             ValueError: the tensors do not fit the settings.
         """
         if torch.compiler.is_compiling():
+            scale = None if scale is None else float(scale)
             out: Tensor = _opaque(q, k, v, scale, self._text)
             return out
         return self._attention(q, k, v, scale)
@@ -108,8 +109,11 @@ class VideoAttention:
         expect_tensors(q=q, k=k, v=v)
         expect_device("k", k, q.device)
         expect_device("v", v, q.device)
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            expect_shape(name, x, ("B", "L", "H", "D"))
+        expect_shape("q", q, ("B", "L", "H", "D"))
+        if not q.shape[3]:
+            raise ValueError(f"q must have at least one channel, got shape {list(q.shape)}")
+        expect_shape("k", k, (q.shape[0], "L", "H", q.shape[3]))
+        expect_shape("v", v, (*k.shape[:3], "D"))
         if why := self.refusal(q, k, v):
             raise ValueError(why)
         if not q.numel():

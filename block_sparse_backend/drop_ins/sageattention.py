@@ -81,7 +81,9 @@ def sageattn(
     q, k, v = heads_first(tensor_layout, q, k, v)
     (q, k, v), d, sm_scale = _padded(q, k, v, sm_scale)
     if torch.compiler.is_compiling():
-        out, lse = _opaque(q, k, v, is_causal, sm_scale, mode.fp8_values)
+        # a tensor's number parts the graph, as the operator takes none
+        numbers = bool(is_causal), float(sm_scale)
+        out, lse = _opaque(q, k, v, *numbers, mode.fp8_values)
     else:
         out, lse = _attend(q, k, v, is_causal, sm_scale, mode)
     out = out[..., :d]

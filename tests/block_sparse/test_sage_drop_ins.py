@@ -197,6 +197,9 @@ def test_numbers_and_flags_that_are_tensors(seed: int, device: torch.device) -> 
                 assert torch.equal(call(q, k, v, **tensors), want)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="scale must be positive and finite"):
             call(q, k, v, scale=torch.tensor(math.nan))  # type: ignore[arg-type]
+        compiled = torch.compile(lambda *x, call=call: call(*x[:3], scale=x[3]), backend="eager")
+        want = call(q, k, v, scale=0.5)
+        torch.testing.assert_close(compiled(q, k, v, torch.tensor(0.5)), want, rtol=0, atol=1e-3)
 
 
 def test_what_is_no_tensor_is_named(device: torch.device) -> None:

@@ -52,7 +52,7 @@ def other_plan(requests: int, tokens: int) -> MlaPlan:
         ({"kv_latent": torch.zeros(9, 32, 512).bfloat16()},
          r"kv_latent must have shape \[pages, 64, 512\], got \[9, 32, 512\]"),
         ({"kv_latent": None}, r"kv_latent must be a torch\.Tensor, got NoneType"),
-        ({"kv_latent": torch.zeros(()).bfloat16()}, r"must have shape \[pages, 64, 512\], got \[\]"),
+        ({"kv_latent": torch.zeros(()).bfloat16()}, r"shape \[pages, 64, 512\], got \[\]"),
         ({"kv_rope": torch.zeros(9, 64, 64).half()}, "kv_rope must have "),
         ({"block_table": torch.zeros(3, 4, dtype=torch.int32)},
          r"block_table must have shape \[2, pages\], got \[3, 4\]"),
