@@ -67,6 +67,23 @@ def test_a_scale_that_kernels_cannot_have(device: torch.device, path: str, scale
 
 
 @both_paths
+def test_logits_far_from_zero(device: torch.device, path: str) -> None:
+    """All of a size whose LSE fp32 rounds by more than the logarithm of the number of keys."""
+    q, k, v = inputs(device, n=90)
+    for x, value in ((q, 2.0**14), (k, 2.0**13)):
+        x.zero_()[..., 0] = value
+    want = v.float().mean(2, keepdim=True).expand(q.shape)
+    for causal in (False, True):
+        make = intervals.causal if causal else intervals.dense
+        plan = make(96, 90, 2, device=device, **BLOCKS)
+        rows = slice(95, None) if causal else slice(None)
+        for attend in (block_sparse_attention, quantised_attention):
+            out, _ = attend(q, k, v, plan, path=path)
+            assert relative_error(out[:, :, rows], want[:, :, rows]) < 6e-2
+            assert not causal or (out[:, :, :6] == 0).all()
+
+
+@both_paths
 @pytest.mark.parametrize("lengths", [(64, 96), (128, 96), (96, 64), (96, 128)])
 def test_a_plan_of_other_lengths_is_refused(
     device: torch.device, path: str, lengths: tuple[int, int]
