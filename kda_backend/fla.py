@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,8 @@ def chunk_kda(
         ValueError: an input is not as described; nothing has been written then.
         LookupError: no path serves this shape on this device.
     """
+    if torch.compiler.is_compiling():
+        return _untraced(chunk_kda, locals())  # type: ignore[no-any-return]
     v_first = _v_first(state_v_first, transpose_state_layout)
     tokens, gate, state = typed_values(locals(), v_first)
     o, final_state, chunk_states = kda_prefill(
@@ -191,6 +193,8 @@ def fused_recurrent_kda(
         ValueError: an input is not as described; nothing has been written then.
         LookupError: no path serves this shape on this device.
     """
+    if torch.compiler.is_compiling():
+        return _untraced(fused_recurrent_kda, locals())  # type: ignore[no-any-return]
     _expect_tensors(locals())
     beta_kind = _beta_kind(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     v_first = _v_first(state_v_first, transpose_state_layout)
@@ -203,6 +207,13 @@ def fused_recurrent_kda(
         cu_seqlens,
     )
     return o, final_state
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _untraced(operator: Callable[..., Any], call: dict[str, Any]) -> Any:
+    """Call an operator as compiled code does: its graph breaks there once, as at FLA's. torch would
+    trace checks and launches piece by piece, and make anew what is kept between calls."""
+    return operator(**call)
 
 
 def _expect_tensors(call: Mapping[str, Any]) -> None:
