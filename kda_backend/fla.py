@@ -114,6 +114,8 @@ def typed_values(call: Mapping[str, Any], v_first: bool) -> tuple[TokenInputs, G
         raise ValueError(
             f"`chunk_size` must be 64 with return_intermediate_states=True, got {chunk_size}"
         )
+    if call["cu_seqlens"] is None and call["cu_seqlens_cpu"] is not None:
+        raise ValueError("cu_seqlens_cpu must be None without cu_seqlens, got a tensor")
     if call["safe_gate"] and uses_gate and call["lower_bound"] is None:
         raise ValueError("lower_bound must be given with safe_gate=True, got None")
     if call["use_graph"] and call["cu_seqlens"] is not None and call["max_num_seqs"] is not None:
