@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend_core.contracts import expect_device, expect_shape, expect_tensors
+from backend_core.contracts import expect_device, expect_shape
 from backend_core.launch.streams import is_capturing
 from block_sparse_backend.block_sparse import block_sparse_attention
-from block_sparse_backend.contract import readable
+from block_sparse_backend.contract import readable, refuse_gradients
 from block_sparse_backend.plan import kept
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice
@@ -106,7 +106,7 @@ class VideoAttention:
         return None
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        expect_tensors(q=q, k=k, v=v)
+        refuse_gradients(q, k, v)
         expect_device("k", k, q.device)
         expect_device("v", v, q.device)
         expect_shape("q", q, ("B", "L", "H", "D"))

@@ -214,6 +214,17 @@ def test_compiled_code_is_one_graph(
         torch.library.opcheck(torch.ops.block_sparse_backend.video_attention, arguments)
 
 
+def test_gradients_are_refused_after_inference_mode(seed: int, device: torch.device) -> None:
+    """Tiles of a plan that it made ended in torch's error."""
+    q, k, v = make(seed, device)
+    settings = VideoAttention("sliding_tile", canvas=CANVAS, tile=(2, 3, 4))
+    with torch.inference_mode():
+        want = settings(q, k, v)
+    with pytest.raises(ValueError, match="block_sparse_backend has no backward pass"):
+        settings(q.clone().requires_grad_(), k, v)
+    assert torch.equal(settings(q, k, v), want)
+
+
 @pytest.mark.parametrize("number", [0.2, torch.tensor(0.2)])
 def test_a_scale_in_compiled_code(number: Any, seed: int, device: torch.device) -> None:
     """One that is a tensor was an error, and parts the graph."""
