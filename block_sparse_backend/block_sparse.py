@@ -13,6 +13,7 @@ from block_sparse_backend.contract import (
     check_block_sparse,
     empty_output,
     refuse_gradients,
+    scale_of,
 )
 from block_sparse_backend.dense16 import BlockSparsePath, BlockSparseRun
 from block_sparse_backend.plan.block_plan import BlockPlan
@@ -64,7 +65,7 @@ def block_sparse_attention(
     if run is None:
         paths = paths_on(q.device, path, "block_sparse")
         run = plan.prepared.keep(layout, _prepare(q, k, v, plan, out, lse, scale, paths))
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = scale_of(q, scale)
     if out is None:
         out = empty_output(q, v.shape[3])
     if lse is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from backend_core.contracts import (
     expect_shape,
     expect_stride,
     expect_tensor,
+    expect_tensors,
 )
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.spec import LOG2_E
@@ -48,10 +50,37 @@ def needs_gradient(*tensors: Tensor) -> bool:
 def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
     """
     Raises:
-        ValueError: torch would record the call, which nothing here differentiates.
+        ValueError: torch would record the call, which nothing here differentiates; or one is no
+            tensor.
     """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        expect_tensors(q=q, k=k, v=v)
     if needs_gradient(q, k, v):
         raise ValueError("block_sparse_backend has no backward pass: call it under torch.no_grad()")
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The factor of the logits, by default 1 / sqrt(D). It has not been checked."""
+    if scale is not None:
+        return float(scale)
+    # no channel, or no dimension, is refused by the checks that follow
+    return (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
+
+
+def whole(name: str, given: object, least: int = 0) -> int:
+    """A whole number, or a tensor with one.
+
+    Raises:
+        ValueError: it is neither, or less than ``least``.
+    """
+    try:
+        found = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        found = least - 1
+    if found < least:
+        wanted = f" of at least {least}" if least else " of tokens"
+        raise ValueError(f"{name} must be a whole number{wanted}, got {given!r}")
+    return found
 
 
 def is_readable(x: Tensor) -> bool:
@@ -98,7 +127,31 @@ def check_block_sparse(
             f"plan must have a sequence for each of the {q.shape[0]} entries of q's batch, got"
             f" {plan.sequences.shape[0]}"
         )
+    if plan.lengths is not None and plan.lengths != (q.shape[2], k.shape[2]):
+        queries, keys = plan.lengths
+        raise ValueError(
+            f"q and k must have the plan's {queries} queries and {keys} keys, got"
+            f" {q.shape[2]} and {k.shape[2]}"
+        )
     expect_device("plan", plan.rows, q.device)
+
+
+def check_heads(**tensors: Tensor) -> None:
+    """Shapes of queries ``q`` and keys ``k``, and the number of dimensions of all by name.
+
+    Raises:
+        ValueError: one sentence with what was expected and what came.
+    """
+    for name, x in tensors.items():
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
+    q, k = tensors["q"], tensors["k"]
+    batch, heads, _, d = q.shape
+    expect_shape("k", k, (batch, "Hkv", "N", d))
+    if not d:
+        raise ValueError(f"q must have at least one channel, got shape {list(q.shape)}")
+    if k.shape[1] == 0 or heads % k.shape[1]:
+        raise ValueError(f"heads of k must divide those of q, got {k.shape[1]} and {heads}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
@@ -107,15 +160,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tens
     Raises:
         ValueError: one sentence with what was expected and what came.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
-    batch, heads, q_rows, d = q.shape
-    kv_heads = k.shape[1]
-    expect_shape("k", k, (batch, "Hkv", "N", d))
-    expect_shape("v", v, (batch, kv_heads, k.shape[2], "DV"))
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"heads of k must divide those of q, got {kv_heads} and {heads}")
+    check_heads(q=q, k=k, v=v)
+    batch, heads, q_rows, _ = q.shape
+    expect_shape("v", v, (batch, k.shape[1], k.shape[2], "DV"))
     for name, x in (("k", k), ("v", v)):
         expect_dtype(name, x, q.dtype)
         expect_device(name, x, q.device)
@@ -164,8 +211,8 @@ def check_quantised(q: Tensor, v: Tensor, block_n: int) -> None:
         raise ValueError(f"head size must be 64 or 128 in q, k and v, got {d} and {dv}")
     if not v.shape[2]:
         raise ValueError(f"k must have at least one token, got shape {list(v.shape)}")
-    if block_n < 16:
-        raise ValueError(f"block_n of the plan must be at least 16, got {block_n}")
+    if block_n not in (16, 32, 64, 128):
+        raise ValueError(f"block_n of the plan must be 16, 32, 64 or 128, got {block_n}")
 
 
 def check_quantised_plan(q: Tensor, plan: BlockPlan) -> None:
@@ -184,11 +231,15 @@ def check_quantised_plan(q: Tensor, plan: BlockPlan) -> None:
 
 
 def check_prediction(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
-    """Columns of a predicted plan are numbered in int32.
+    """Queries and keys of a prediction; columns of its plan are numbered in int32.
 
     Raises:
-        ValueError: there would be 2^31 or more, or there is no token.
+        ValueError: there would be 2^31 or more, or there is no token, or a shape or a block's size
+            is wrong.
     """
+    check_heads(q=q, k=k)
+    whole("block_m", block_m, 1)
+    whole("block_n", block_n, 1)
     for name, x in (("q", q), ("k", k)):
         if not x.numel():
             raise ValueError(f"{name} must have at least one token, got shape {list(x.shape)}")

@@ -18,6 +18,7 @@ from block_sparse_backend.contract import (
     check_tensors,
     empty_output,
     refuse_gradients,
+    scale_of,
 )
 from block_sparse_backend.dense8 import Attend
 from block_sparse_backend.masks import Mask
@@ -73,7 +74,7 @@ def quantised_attention(
     if is_elsewhere(q):
         return run_there(q, quantised_attention, locals())
     refuse_gradients(q, k, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = scale_of(q, scale)
     layout = layout_of(q, k, v, out), scale, mode, path
     run: _Run | None = plan.prepared.get(layout)
     if run is None:
@@ -180,7 +181,7 @@ def packed_attention(
     check_tensors(q, k, v, None, None)
     expect_shape("q", q, (1, "H", "T", "D"))
     expect_device("cu_seqlens_q", cu_seqlens_q, q.device)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    scale = scale_of(q, scale)
     check_scale(scale)
     out = torch.zeros_like(q)
     most = [min(n, x.shape[2]) for n, x in zip(lengths, (q, k), strict=True)]
@@ -237,7 +238,7 @@ def predicted_attention(
     if is_elsewhere(q):
         return run_there(q, predicted_attention, locals())
     refuse_gradients(q, k, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = scale_of(q, scale)
     predict, run = _prepared_prediction(q, k, v, out, choice.kind, scale, mode, blocks, path)
     choice.check_heads(q.shape[1])
     x, pooled = run.quantise(q, k, v, scale, None)

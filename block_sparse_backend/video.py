@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend_core.contracts import expect_device, expect_shape, expect_tensors
+from backend_core.contracts import expect_device, expect_shape
 from backend_core.launch.streams import is_capturing
 from block_sparse_backend.block_sparse import block_sparse_attention
-from block_sparse_backend.contract import readable
+from block_sparse_backend.contract import readable, refuse_gradients
 from block_sparse_backend.plan import kept
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice
 from block_sparse_backend.plan.predicted import predict
 from block_sparse_backend.plan.sliding_tile import EvenWindows, check_windows, sliding_tile
-from block_sparse_backend.plan.token_order import Box, TileOrder, tile_order
+from block_sparse_backend.plan.token_order import Box, TileOrder, box_of, tile_order
 from block_sparse_backend.sage import predicted_attention, quantised_attention
 from block_sparse_backend.selection import default_blocks, default_blocks_int8
 
@@ -68,15 +68,15 @@ class VideoAttention:
         if (self.kind == "sliding_tile") != (self.canvas is not None):
             raise ValueError(f"canvas must be given for sliding tiles alone, got {self.canvas}")
         keep = functools.partial(object.__setattr__, self)
-        keep("canvas", None if self.canvas is None else _box("canvas", self.canvas))
-        keep("tile", _box("tile", self.tile))
+        keep("canvas", None if self.canvas is None else box_of("canvas", self.canvas))
+        keep("tile", box_of("tile", self.tile))
         if not isinstance(self.eight_bit, bool):
             raise ValueError(f"eight_bit must be True or False, got {self.eight_bit!r}")
         if not isinstance(self.topk, float | int) or not 0.0 < self.topk <= 1.0:
             raise ValueError(f"topk must be a number above 0 and at most 1, got {self.topk!r}")
         if not isinstance(self.windows, list | tuple) or not self.windows:
             raise ValueError(f"windows must be a tuple of (t, h, w), got {self.windows!r}")
-        keep("windows", tuple(_box("each of windows", window) for window in self.windows))
+        keep("windows", tuple(box_of("each of windows", window) for window in self.windows))
         check_windows(self.windows, self.even_windows)
         values = [getattr(self, field.name) for field in fields(self)]
         keep("_text", repr(values))  # which another process can read too
@@ -89,6 +89,7 @@ class VideoAttention:
             ValueError: the tensors do not fit the settings.
         """
         if torch.compiler.is_compiling():
+            scale = None if scale is None else float(scale)
             out: Tensor = _opaque(q, k, v, scale, self._text)
             return out
         return self._attention(q, k, v, scale)
@@ -105,11 +106,14 @@ class VideoAttention:
         return None
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        expect_tensors(q=q, k=k, v=v)
+        refuse_gradients(q, k, v)
         expect_device("k", k, q.device)
         expect_device("v", v, q.device)
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            expect_shape(name, x, ("B", "L", "H", "D"))
+        expect_shape("q", q, ("B", "L", "H", "D"))
+        if not q.shape[3]:
+            raise ValueError(f"q must have at least one channel, got shape {list(q.shape)}")
+        expect_shape("k", k, (q.shape[0], "L", "H", q.shape[3]))
+        expect_shape("v", v, (*k.shape[:3], "D"))
         if why := self.refusal(q, k, v):
             raise ValueError(why)
         if not q.numel():
@@ -161,18 +165,6 @@ class VideoAttention:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
         attend = quantised_attention if self.eight_bit else block_sparse_attention
         return attend(q, k, v, plan, scale=scale)[0]
-
-
-def _box(name: str, value: object) -> Box:
-    """Three whole numbers, along time, height and width.
-
-    Raises:
-        ValueError: they are not.
-    """
-    found = tuple(value) if isinstance(value, list | tuple) else ()
-    if len(found) != 3 or any(not isinstance(x, int) or x < 1 for x in found):
-        raise ValueError(f"{name} must be three positive integers (t, h, w), got {value!r}")
-    return found[0], found[1], found[2]
 
 
 @torch.library.custom_op("block_sparse_backend::video_attention", mutates_args=())

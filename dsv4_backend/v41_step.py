@@ -19,7 +19,7 @@ from backend_core.contracts import expect_device, expect_dtype, expect_shape, ex
 from backend_core.operator import Selection, select
 from backend_core.ready import Prepared
 from backend_core.target import Target, detect_target
-from dsv4_backend.contract.calls import check_records
+from dsv4_backend.contract.calls import check_layer, check_records
 from dsv4_backend.contract.values import ROW_DTYPES, check_index
 from dsv4_backend.launch_params import TABLES
 from dsv4_backend.selection import expect_operator
@@ -245,6 +245,7 @@ class V41Call:
         target: Target | None,
         selection: Selection[V41StepSpec, CompressorPath] | None,
     ) -> Selection[V41StepSpec, CompressorPath]:
+        check_layer(self.layer, V41Layer)
         self._check(plan)
         rows = 1 if self.state is None else self.state.shape[1]
         spec = V41StepSpec(self.layer.spec, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,8 @@ def chunk_kda(
         ValueError: an input is not as described; nothing has been written then.
         LookupError: no path serves this shape on this device.
     """
+    if torch.compiler.is_compiling():
+        return _untraced(chunk_kda, locals())  # type: ignore[no-any-return]
     v_first = _v_first(state_v_first, transpose_state_layout)
     tokens, gate, state = typed_values(locals(), v_first)
     o, final_state, chunk_states = kda_prefill(
@@ -112,6 +114,8 @@ def typed_values(call: Mapping[str, Any], v_first: bool) -> tuple[TokenInputs, G
         raise ValueError(
             f"`chunk_size` must be 64 with return_intermediate_states=True, got {chunk_size}"
         )
+    if call["cu_seqlens"] is None and call["cu_seqlens_cpu"] is not None:
+        raise ValueError("cu_seqlens_cpu must be None without cu_seqlens, got a tensor")
     if call["safe_gate"] and uses_gate and call["lower_bound"] is None:
         raise ValueError("lower_bound must be given with safe_gate=True, got None")
     if call["use_graph"] and call["cu_seqlens"] is not None and call["max_num_seqs"] is not None:
@@ -191,6 +195,8 @@ def fused_recurrent_kda(
         ValueError: an input is not as described; nothing has been written then.
         LookupError: no path serves this shape on this device.
     """
+    if torch.compiler.is_compiling():
+        return _untraced(fused_recurrent_kda, locals())  # type: ignore[no-any-return]
     _expect_tensors(locals())
     beta_kind = _beta_kind(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     v_first = _v_first(state_v_first, transpose_state_layout)
@@ -203,6 +209,13 @@ def fused_recurrent_kda(
         cu_seqlens,
     )
     return o, final_state
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _untraced(operator: Callable[..., Any], call: dict[str, Any]) -> Any:
+    """Call an operator as compiled code does: its graph breaks there once, as at FLA's. torch would
+    trace checks and launches piece by piece, and make anew what is kept between calls."""
+    return operator(**call)
 
 
 def _expect_tensors(call: Mapping[str, Any]) -> None:

@@ -82,6 +82,8 @@ def mla_decode(
     Raises:
         ValueError: an input is not as described; nothing has been written then.
     """
+    if not isinstance(plan, MlaPlan):
+        raise ValueError(f"plan must be a plan of MlaPlanner, got {type(plan).__name__}")
     if is_elsewhere(plan.lengths):
         return run_there(plan.lengths, mla_decode, locals())
     spec, prefix, scale = selection.spec, plan.prefix, float(scale)

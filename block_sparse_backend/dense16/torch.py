@@ -40,7 +40,8 @@ def run(x: BlockSparseInputs) -> None:
         s = x.scale * (q[batch, head, q_begin + o_m].to(dtype) @ b_k.T)
         s = torch.where(seen, s, -torch.inf)
         b_lse = torch.logsumexp(s, -1)
-        p = torch.exp(s - b_lse.masked_fill(b_lse.isinf(), 0.0)[:, None])
+        # exp(s - b_lse) would have the rounding of b_lse, which grows with the logits
+        p = torch.softmax(s, -1).masked_fill((b_lse == -torch.inf)[:, None], 0.0)
         b_o = p @ b_v
         out[batch, head, q_begin + o_m] = b_o.to(out.dtype)
         lse[batch, head, q_begin + o_m] = b_lse.to(lse.dtype)

@@ -10,14 +10,13 @@ taken and change nothing.
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from backend_core.contracts import expect_device, expect_shape, expect_tensors
-from block_sparse_backend.contract import empty_output
+from block_sparse_backend.contract import empty_output, whole
 from block_sparse_backend.plan import kept
 from block_sparse_backend.sage import DEFAULT_MODE, packed_attention, quantised_attention
 from block_sparse_backend.selection import default_blocks_int8
@@ -82,7 +81,9 @@ def sageattn(
     q, k, v = heads_first(tensor_layout, q, k, v)
     (q, k, v), d, sm_scale = _padded(q, k, v, sm_scale)
     if torch.compiler.is_compiling():
-        out, lse = _opaque(q, k, v, is_causal, sm_scale, mode.fp8_values)
+        # a tensor's number parts the graph, as the operator takes none
+        numbers = bool(is_causal), float(sm_scale)
+        out, lse = _opaque(q, k, v, *numbers, mode.fp8_values)
     else:
         out, lse = _attend(q, k, v, is_causal, sm_scale, mode)
     out = out[..., :d]
@@ -156,24 +157,9 @@ def sageattn_varlen(
     (q, k, v), d, scale = _padded(q, k, v, sm_scale)
     attend = _packed if torch.compiler.is_compiling() else packed_attention
     offsets = cu_seqlens_q, cu_seqlens_k
-    lengths = _whole("max_seqlen_q", max_seqlen_q), _whole("max_seqlen_k", max_seqlen_k)
+    lengths = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
     out: Tensor = attend(q, k, v, *offsets, lengths, is_causal=is_causal, scale=scale)
     return out[0, ..., :d].transpose(0, 1)
-
-
-def _whole(name: str, given: object) -> int:
-    """A number of tokens, or a tensor with one.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    try:
-        found = operator.index(given)  # type: ignore[arg-type]
-    except TypeError:
-        found = -1
-    if found < 0:
-        raise ValueError(f"{name} must be a whole number of tokens, got {given!r}")
-    return found
 
 
 def _padded(
@@ -235,15 +221,16 @@ def sageattn_qk_int8_pv_fp16_triton(
     tensor_layout: str = "HND",
     quantization_backend: str = "triton",
     is_causal: bool = False,
+    attn_mask: None = None,
     sm_scale: float | None = None,
     smooth_k: bool = True,
     return_lse: bool = False,
     *,
-    attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Result:
     """``sageattn`` with values in 16 bits, and a scale for each query where the original has one
-    for 128."""
+    for 128. By position ``sm_scale`` comes after ``attn_mask``; releases of the original that have
+    no mask took it in that place, where it is refused here."""
     refuse_mask(attn_mask, dropout_p)
     mode = SageMode(fp8_values=False)
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, mode)
@@ -268,6 +255,8 @@ def refuse_mask(attn_mask: object, dropout_p: float) -> None:
     Raises:
         ValueError: a mask is given, or dropout.
     """
+    if isinstance(attn_mask, float | int):  # a scale by its position in releases without a mask
+        raise ValueError(f"attn_mask must be None, got {attn_mask}; pass sm_scale by name")
     if attn_mask is not None:
         raise ValueError("attn_mask must be None: masks are plans (block_sparse_backend.plan)")
     if dropout_p != 0.0:

@@ -199,7 +199,8 @@ def _register(name: str, attention: VideoAttention, has_text: bool) -> None:
     ) -> Tensor:
         """[B, L, H, D] in and out."""
         options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if torch.compiler.is_compiling():
+        # what needs gradients is for the native backend, and the operator has none
+        if torch.compiler.is_compiling() and not needs_gradient(query, key, value):
             out: Tensor = _opaque(query, key, value, *options, name)
             return out
         return call(query, key, value, *options)

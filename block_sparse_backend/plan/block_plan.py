@@ -45,6 +45,8 @@ class BlockPlan:
         key_blocks: of packed sequences, int32 [K, 3]: first key, number of keys and sequence of
             each block of keys; blocks without keys stand last.
         first_blocks: of packed sequences, int32 [S + 1], where in ``key_blocks`` each begins.
+        lengths: queries and keys, of a batch of equal sequences; ``None`` where the host does not
+            know them.
     """
 
     rows: Tensor
@@ -60,6 +62,7 @@ class BlockPlan:
     is_packed: bool = False
     key_blocks: Tensor | None = None
     first_blocks: Tensor | None = None
+    lengths: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """All tensors are on one device, which is what operators look at.
@@ -149,6 +152,7 @@ def from_kinds(
     mask: Mask = masks.everything,
     mask_aux: Tensor | None = None,
     has_partial: bool = True,
+    lengths: tuple[int, int] | None = None,
 ) -> BlockPlan:
     """A plan from the kind of every block.
 
@@ -157,6 +161,7 @@ def from_kinds(
             pattern with all, and each of G heads with its group of ``num_heads / G``.
         sequences: ``BlockPlan.sequences``.
         has_partial: ``False`` promises that no kind is PARTIAL.
+        lengths: ``BlockPlan.lengths``.
 
     Raises:
         ValueError: a shape is wrong.
@@ -167,7 +172,7 @@ def from_kinds(
             f"got {list(kinds.shape)}"
         )
     s, h, tiles, blocks = kinds.shape
-    if num_heads % h:
+    if not h or num_heads % h:
         raise ValueError(f"heads of kinds must divide {num_heads}, got {h}")
     if kinds.numel() >= 1 << 31:  # columns are numbered in int32
         raise ValueError(f"kinds must be fewer than 2^31, got {kinds.numel()}")
@@ -176,6 +181,7 @@ def from_kinds(
     row_of = row_of.repeat_interleave(num_heads // h, 1).expand(len(sequences), -1, -1)
     live = torch.arange(tiles, device=kinds.device) * block_m < sequences[:, 2, None]
     work = work_list(rows, row_of, live[:, None])
+    lists = (rows, cols, work, sequences)
     return BlockPlan(
-        rows, cols, work, sequences, num_heads, block_m, block_n, has_partial, mask, mask_aux
+        *lists, num_heads, block_m, block_n, has_partial, mask, mask_aux, lengths=lengths
     )

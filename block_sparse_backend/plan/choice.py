@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -72,6 +73,12 @@ class Choice:
             raise ValueError(
                 f"exactly one of cdf and topk must be given, got {self.cdf} and {self.topk}"
             )
+        for name in ("cdf", "topk", "min_likeness"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Real | Tensor):
+                raise ValueError(
+                    f"{name} must be a number or a tensor of one for each head, got {given!r}"
+                )
         for name, given in self._tensors().items():
             if given.dim() != 1:
                 raise ValueError(f"{name} must have shape [heads], got {list(given.shape)}")

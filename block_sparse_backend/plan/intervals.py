@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_device
+from backend_core.contracts import expect_device, expect_tensors
 from block_sparse_backend import masks
+from block_sparse_backend.contract import whole
 from block_sparse_backend.plan import PackedShape, Pair, PlanPath
 from block_sparse_backend.plan.block_plan import BlockPlan, uniform_sequences, work_list
 from block_sparse_backend.selection import Paths, paths_on
@@ -29,7 +30,12 @@ def dense(
     block_n: int = 128,
     device: torch.device | str = "cuda",
 ) -> BlockPlan:
-    """Every query sees every key."""
+    """Every query sees every key.
+
+    Raises:
+        ValueError: a size is not a whole number, or too small.
+    """
+    _expect_sizes(q_len, kv_len, block_m, block_n)
     sequences = uniform_sequences(batch, q_len, kv_len, torch.device(device))
     plan = _interval_plan(sequences, q_len, kv_len, num_heads, block_m, block_n, False)
     return replace(plan, has_partial=kv_len % block_n != 0)
@@ -45,7 +51,12 @@ def causal(
     block_n: int = 128,
     device: torch.device | str = "cuda",
 ) -> BlockPlan:
-    """Query i sees keys up to i + kv_len - q_len."""
+    """Query i sees keys up to i + kv_len - q_len.
+
+    Raises:
+        ValueError: a size is not a whole number, or too small.
+    """
+    _expect_sizes(q_len, kv_len, block_m, block_n)
     sequences = uniform_sequences(batch, q_len, kv_len, torch.device(device))
     return _interval_plan(sequences, q_len, kv_len, num_heads, block_m, block_n, True)
 
@@ -72,9 +83,15 @@ def ragged(
         tokens: the most queries and keys of all sequences together, by which the plan is sized;
             default as many as if each sequence had the most.
         path: ``"torch"`` or ``"triton"``; by default the one for the device.
+
+    Raises:
+        ValueError: an argument is not as described.
     """
+    expect_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _expect_sizes(0, 0, block_m, block_n)
+    most = whole("max_q_len", max_q_len), whole("max_kv_len", max_kv_len)
     paths = paths_on(cu_seqlens_q.device, path, "plan")
-    offsets, most = (cu_seqlens_q, cu_seqlens_k), (max_q_len, max_kv_len)
+    offsets = (cu_seqlens_q, cu_seqlens_k)
     return packed(offsets, most, tokens, num_heads, (block_m, block_n), is_causal, paths)
 
 
@@ -106,7 +123,8 @@ def packed(
     selection = paths.select("plan", None, "cu_seqlens_q", cu_seqlens_q)
     run: PlanPath = selection.run(tiles * num_heads)
     shape = PackedShape(longest, (tiles, blocks), num_heads, sizes, is_causal)
-    made = run.packed(cu_seqlens_q, cu_seqlens_k, shape)
+    # kernels read them one after another
+    made = run.packed(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), shape)
     rows, work, sequences, key_blocks, first_blocks = made
     cols = torch.arange(max(-(-longest[1] // sizes[1]), 1), dtype=torch.int32, device=rows.device)
     return BlockPlan(
@@ -165,7 +183,18 @@ def _interval_plan(
     cols = torch.arange(max(blocks, 1), dtype=torch.int32, device=device)
     mask = masks.causal if is_causal else masks.everything
     work = work_list(rows, row_of, live[:, None])
-    return BlockPlan(rows, cols, work, sequences, num_heads, block_m, block_n, mask=mask)
+    lists, lengths = (rows, cols, work, sequences), (max_q_len, max_kv_len)
+    return BlockPlan(*lists, num_heads, block_m, block_n, mask=mask, lengths=lengths)
+
+
+def _expect_sizes(q_len: int, kv_len: int, block_m: int, block_n: int) -> None:
+    for name, size, least in (
+        ("q_len", q_len, 0),
+        ("kv_len", kv_len, 0),
+        ("block_m", block_m, 1),
+        ("block_n", block_n, 1),
+    ):
+        whole(name, size, least)
 
 
 def _expect_offsets(name: str, offsets: Tensor, most: int | None) -> None:

@@ -9,11 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_device, once
+from backend_core.contracts import (
+    check_scale,
+    expect_device,
+    expect_shape,
+    expect_tensors,
+    once,
+)
 from backend_core.launch.streams import is_elsewhere, run_there
 from block_sparse_backend import masks
 from block_sparse_backend.block_sparse import block_sparse_attention
-from block_sparse_backend.contract import check_prediction
+from block_sparse_backend.contract import check_prediction, scale_of, whole
 from block_sparse_backend.plan import PlanPath, intervals
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice, ChoiceKind, PerHead
@@ -46,21 +52,25 @@ def predict(
     Args:
         q, k: [B, H, M, D] and [B, Hkv, N, D].
         cdf, topk, min_likeness, is_causal, keep_first: as in ``Choice``.
-        scale: default 1 / sqrt(D).
+        scale: positive; default 1 / sqrt(D).
+        block_m, block_n: queries in a tile and keys in a block; multiples of 16 in Triton.
         path: ``"torch"`` or ``"triton"``; by default the one for the device.
 
     Raises:
         ValueError: not exactly one of ``cdf`` and ``topk`` is given, or it is not in (0, 1], or has
             another number of heads; or the plan would have 2^31 blocks or more, or the path is
-            another one, or q and k are on different devices.
+            another one, or q, k, the scale or a block's size is not as described.
     """
+    expect_tensors(q=q, k=k)
     if is_elsewhere(q):
         return run_there(q, predict, locals())
     expect_device("k", k, q.device)
     choice = Choice(cdf, topk, min_likeness, is_causal, keep_first)
-    choice.check_heads(q.shape[1])
+    scale = scale_of(q, scale)
+    check_scale(scale)
     run = _predictor(q, k, choice.kind, block_m, block_n, path)
-    return run.select(run.pool(q, k), choice, q.shape[3] ** -0.5 if scale is None else scale)
+    choice.check_heads(q.shape[1])
+    return run.select(run.pool(q, k), choice, scale)
 
 
 @once
@@ -88,7 +98,19 @@ def from_map(
         sizes: queries in a tile and keys in a block.
         keep_first: keep the first block in any case.
         path: as in ``predict``.
+
+    Raises:
+        ValueError: the map has no head, or not the tiles and blocks of the lengths; or a size is
+            wrong.
     """
+    expect_tensors(kept=kept)
+    names = ("queries", "keys", "queries in a tile", "keys in a block")
+    for name, size, least in zip(names, (*lengths, *sizes), (0, 1, 1, 1), strict=True):
+        whole(f"the number of {name}", size, least)
+    tiles, blocks = (-(-length // size) for length, size in zip(lengths, sizes, strict=True))
+    expect_shape("kept", kept, ("B", "H", tiles, blocks))
+    if not kept.shape[1]:
+        raise ValueError(f"kept must have at least one head, got shape {list(kept.shape)}")
     selection = paths_on(kept.device, path, "plan").select("plan", None, "kept", kept)
     run: PlanPath = selection.run(kept.shape[0] * kept.shape[1] * kept.shape[2])
     return run.of_map(kept, lengths, sizes, keep_first)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from block_sparse_backend import masks
+from block_sparse_backend.contract import whole
 from block_sparse_backend.plan.block_plan import FULL, PARTIAL, SKIP, BlockPlan, from_kinds
 from block_sparse_backend.plan.block_plan import uniform_sequences as _uniform
-from block_sparse_backend.plan.token_order import Box, TileOrder
+from block_sparse_backend.plan.token_order import Box, TileOrder, box_of
 
 EvenWindows = Literal["wide", "exact"]
 
@@ -42,6 +43,8 @@ def sliding_tile(
     Raises:
         ValueError: a size is wrong, or an even window comes without ``even_windows``.
     """
+    block_m, block_n = whole("block_m", block_m, 1), whole("block_n", block_n, 1)
+    windows = [box_of("each of windows", window) for window in windows]
     if order.block % block_m or order.block % block_n:
         raise ValueError(
             f"the order's block must be a multiple of {block_m} and {block_n}, got {order.block}"
@@ -65,6 +68,7 @@ def sliding_tile(
         mask=masks.block_end,
         mask_aux=order.block_ends(block_n),
         has_partial=slots != len(order.slot_of),
+        lengths=(slots, slots),
     )
 
 
@@ -105,8 +109,6 @@ def _near(
     count: int, window: int, even_windows: EvenWindows | None, device: torch.device
 ) -> Tensor:
     """bool [count, count]: whether a tile attends a tile, along one axis."""
-    if window < 1:
-        raise ValueError(f"window must be at least 1 along every axis, got {window}")
     half = window // 2
     after = half - 1 if window % 2 == 0 and even_windows == "exact" else half
     if half + after + 1 >= count:

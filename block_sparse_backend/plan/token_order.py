@@ -8,7 +8,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from block_sparse_backend.contract import whole
+
 Box = tuple[int, int, int]
+
+
+def box_of(name: str, value: object) -> Box:
+    """Three whole numbers, along time, height and width.
+
+    Raises:
+        ValueError: they are not.
+    """
+    found = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(found) != 3 or any(not isinstance(x, int) or x < 1 for x in found):
+        raise ValueError(f"{name} must be three positive integers (t, h, w), got {value!r}")
+    return found[0], found[1], found[2]
 
 
 @dataclass(frozen=True)
@@ -66,10 +80,10 @@ def tile_order(
         block: every tile, and the text, is padded to a multiple of so many slots.
 
     Raises:
-        ValueError: a size is not positive.
+        ValueError: a size is no whole number, or not positive.
     """
-    if min(*canvas, *tile) < 1 or text < 0:
-        raise ValueError(f"canvas and tile must be positive, got {canvas}, {tile} and {text} text")
+    canvas, tile = box_of("canvas", canvas), box_of("tile", tile)
+    text, block = whole("text", text), whole("block", block, 1)
     grid = _grid(canvas, tile)
     number = torch.zeros(1, dtype=torch.long, device=device)
     for length, size, count in zip(canvas, tile, grid, strict=True):

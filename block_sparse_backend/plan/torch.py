@@ -51,7 +51,8 @@ def of_map(kept: Tensor, lengths: Pair, sizes: Pair, keep_first: bool) -> BlockP
         kinds[..., 0] = FULL
     if lengths[1] % sizes[1]:
         kinds[..., -1] *= PARTIAL
-    return from_kinds(kinds, h, uniform_sequences(b, *lengths, kept.device), *sizes)
+    sequences = uniform_sequences(b, *lengths, kept.device)
+    return from_kinds(kinds, h, sequences, *sizes, lengths=lengths)
 
 
 def _numbered(lengths: Tensor, room: int, block: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -63,4 +63,4 @@ def of_map(kept: Tensor, lengths: Pair, sizes: Pair, keep_first: bool) -> BlockP
     )
     work, sequences = ordered(rows, (b, h, tiles), lengths)
     has_partial = lengths[1] % sizes[1] != 0
-    return BlockPlan(rows, cols, work, sequences, h, *sizes, has_partial)
+    return BlockPlan(rows, cols, work, sequences, h, *sizes, has_partial, lengths=lengths)

@@ -58,4 +58,5 @@ def plan_of(
         spec.block_n,
         has_partial=spec.kind.has_partial(x.lengths[1], spec.block_n),
         mask=spec.kind.mask,
+        lengths=x.lengths,
     )

@@ -30,6 +30,11 @@ POOL_STEP = 16
 
 
 def bind(row: Row, spec: PredictSpec, target: Target) -> PredictInTriton:
+    if spec.block_m % POOL_STEP or spec.block_n % POOL_STEP:
+        raise ValueError(
+            f"block_m and block_n must be multiples of {POOL_STEP} in Triton, got {spec.block_m}"
+            f" and {spec.block_n}"
+        )
     return PredictInTriton(spec)
 
 
@@ -86,6 +91,7 @@ class PredictInTriton:
         """Without likenesses the kernels read the keys once, and leave it to the scores to take
         out what all keys share."""
         spec, d = self._spec, q.shape[3]
+        q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
         has_likeness = spec.kind.has_likeness
         if d < 16 or d & (d - 1):
             pad = (0, max(16, triton.next_power_of_2(d)) - d)  # zeros add nothing to a product

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 import torch
 
-from backend_core.contracts import expect_device, expect_dtype, expect_shape, expect_stride
+from backend_core.contracts import (
+    expect_device,
+    expect_dtype,
+    expect_shape,
+    expect_stride,
+    expect_tensors,
+)
 
 ROW_DTYPES = (torch.float32, torch.bfloat16)
 ROPE_DIM = 64
@@ -16,9 +25,9 @@ def expect_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
-def expect_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} must be positive, got {value!r}")
+def expect_positive(name: str, value: object) -> None:
+    if not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} must be a positive and finite number, got {value!r}")
 
 
 def expect_contiguous(name: str, tensor: torch.Tensor) -> None:
@@ -46,6 +55,7 @@ def int32_entries(name: str, entries: torch.Tensor, columns: int) -> torch.Tenso
     Raises:
         ValueError: they are neither.
     """
+    expect_tensors(**{name: entries})
     if entries.dtype is torch.uint8:
         expect_shape(name, entries, ("N", 4 * columns))
         expect_contiguous(name, entries)

@@ -94,6 +94,7 @@ def check_commit(
         raise ValueError("state must be a pool, got states of sequences")
     check_whole_state(state)
     expect_tensors(state_pool=pool, state_indices=slots, correction=correction)
+    expect_tensors(record_indices=indices, num_accepted_tokens=num_accepted)
     if (kept_slots is None) != (kept_counts is None):
         raise ValueError("kept must be a pair of slots and counts, got one of the two")
     device, lead = pool.device, pool.shape[:-4]

@@ -96,9 +96,10 @@ def check_mla_decode(
     for name, tensor, dim in zip(("q_latent", "q_rope"), q, _DIMS, strict=True):
         expect_tensor(name, tensor, (*rows, dim), spec.dtype, device)
         expect_token_stride(name, tensor)
+    pages: int | str = "pages"
     for name, tensor, dim in zip(("kv_latent", "kv_rope"), kv, _DIMS, strict=True):
-        shape = (kv[0].shape[0], spec.page_size, dim)
-        expect_tensor(name, tensor, shape, spec.dtype, device)
+        expect_tensor(name, tensor, (pages, spec.page_size, dim), spec.dtype, device)
+        pages = tensor.shape[0]
     expect_tensor("block_table", block_table, (rows[0], "pages"), torch.int32, device)
     check_scale(scale)
     if sinks is not None:

@@ -55,10 +55,10 @@ def decode(x: MlaInputs, scratch: SplitScratch) -> None:
         s = s.masked_fill(~seen, -math.inf)
         lse = torch.logsumexp(s, -1)
         none = lse == -math.inf
-        total = lse
+        # exp(s - lse) would have the rounding of a large lse
+        p = torch.softmax(s, -1).masked_fill(none[:, None], 0)
         if x.sinks is not None:
-            total = torch.logaddexp(lse, x.sinks.repeat(tokens))
-        p = torch.exp(s - total.masked_fill(none, 0)[:, None]).masked_fill(none[:, None], 0)
+            p = p * torch.sigmoid(lse - x.sinks.repeat(tokens))[:, None]
         x.out[i] = (p @ latent).view(tokens, heads, LATENT_DIM).to(x.out.dtype)
         x.lse[i] = lse.masked_fill(none, math.inf).view(tokens, heads)
 

@@ -37,8 +37,10 @@ def _run(x: SparseMlaInputs) -> None:
                 continue
             s = (x.q[i, t].float() @ rows.T) * x.scale
             lse = torch.logsumexp(s, -1)
-            total = lse if x.sinks is None else torch.logaddexp(lse, x.sinks)
-            x.out[i, t] = (torch.exp(s - total[:, None]) @ rows).to(x.out.dtype)
+            p = torch.softmax(s, -1)  # exp(s - lse) would have the rounding of a large lse
+            if x.sinks is not None:
+                p = p * torch.sigmoid(lse - x.sinks)[:, None]
+            x.out[i, t] = (p @ rows).to(x.out.dtype)
             x.lse[i, t] = lse
 
 

@@ -150,6 +150,8 @@ def test_thresholds_of_heads_that_are_refused(seed: int, device: torch.device) -
             r"cdf and topk must be above 0 and at most 1, got \[0.5, 0.0\]",
         ),
         ({"cdf": 0.5, "topk": three[:2]}, "exactly one of cdf and topk must be given"),
+        ({"topk": [0.5, 0.5]}, "topk must be a number or a tensor of one for each head"),
+        ({"topk": 0.5, "min_likeness": "low"}, "min_likeness must be a number or a tensor"),
     ):
         with pytest.raises(ValueError, match=message):
             predicted_attention(q, k, v, Choice(**given), out=out)

@@ -113,7 +113,7 @@ def test_sparge_parts_compiled_code_once(name: str, seed: int, device: torch.dev
             "qk_quant_gran sm_scale pv_accum_dtype smooth_k smooth_v return_lse",
             1.5e-2,
         ),
-        ("qk_int8_pv_fp16_triton", "sm_scale smooth_k return_lse", 1.5e-2),
+        ("qk_int8_pv_fp16_triton", "attn_mask sm_scale smooth_k return_lse", 1.5e-2),
     ],
 )
 def test_kernels_by_name(
@@ -140,6 +140,16 @@ def test_kernels_by_name(
         call(q, k, v, attn_mask=causal_seen(70, 70), **options)
     with pytest.raises(ValueError, match="dropout_p must be 0"):
         call(q, k, v, dropout_p=0.5, **options)
+
+
+def test_a_scale_by_its_position(device: torch.device) -> None:
+    """It was taken for ``smooth_k``; where it stood before there was a mask it is refused."""
+    call = sageattention.sageattn_qk_int8_pv_fp16_triton
+    q, k, v = inputs((2, 70, 64), (2, 70, 64), seed=0, device=device)
+    got = call(q, k, v, "HND", "triton", True, None, 0.3)
+    assert torch.equal(got, call(q, k, v, is_causal=True, sm_scale=0.3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"attn_mask must be None, got 0\.3; pass sm_scale"):
+        call(q, k, v, "HND", "triton", True, 0.3)  # type: ignore[arg-type]
 
 
 def test_sequences_of_a_packed_batch(seed: int, device: torch.device) -> None:
@@ -187,6 +197,9 @@ def test_numbers_and_flags_that_are_tensors(seed: int, device: torch.device) -> 
                 assert torch.equal(call(q, k, v, **tensors), want)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="scale must be positive and finite"):
             call(q, k, v, scale=torch.tensor(math.nan))  # type: ignore[arg-type]
+        compiled = torch.compile(lambda *x, call=call: call(*x[:3], scale=x[3]), backend="eager")
+        want = call(q, k, v, scale=0.5)
+        torch.testing.assert_close(compiled(q, k, v, torch.tensor(0.5)), want, rtol=0, atol=1e-3)
 
 
 def test_what_is_no_tensor_is_named(device: torch.device) -> None:

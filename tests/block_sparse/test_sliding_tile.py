@@ -83,6 +83,22 @@ def test_8_bit_values_of_cut_tiles_are_as_near_as_of_whole_ones(seed: int) -> No
     assert relative_error(attend(q, k, v), want) < 3.5e-2
 
 
+def test_sizes_that_are_none_are_named() -> None:
+    order = tile_order((4, 4, 4), (1, 1, 1), block=32, device=CPU)
+    for sizes, message in (
+        ({"canvas": (4, 6)}, r"canvas must be three positive integers .* got \(4, 6\)"),
+        ({"tile": (0, 3, 4)}, r"tile must be three positive integers .* got \(0, 3, 4\)"),
+        ({"block": 0}, "block must be a whole number of at least 1, got 0"),
+        ({"text": 1.5}, "text must be a whole number of tokens, got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tile_order(**{"canvas": (4, 6, 7), "tile": (2, 3, 4), "device": CPU, **sizes})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"each of windows must be three positive integers"):
+        sliding_tile(order, ((1, 1),), 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="block_m must be a whole number of at least 1, got 0"):
+        sliding_tile(order, ((1, 1, 1),), 2, block_m=0)
+
+
 def test_even_windows_are_decided_by_the_caller() -> None:
     order = tile_order((4, 4, 4), (1, 1, 1), block=32, device=CPU)
     with pytest.raises(ValueError, match='even_windows must be "wide" or "exact"'):

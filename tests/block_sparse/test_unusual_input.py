@@ -15,7 +15,7 @@ from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.drop_ins.sageattention import sageattn
 from block_sparse_backend.plan import intervals
 from block_sparse_backend.plan.block_plan import from_kinds, uniform_sequences
-from block_sparse_backend.plan.predicted import Choice, predict
+from block_sparse_backend.plan.predicted import Choice, from_map, predict
 from block_sparse_backend.sage import (
     packed_attention,
     predicted_attention,
@@ -62,6 +62,138 @@ def test_a_scale_that_kernels_cannot_have(device: torch.device, path: str, scale
             attend(q, k, v, plan, scale=scale, path=path)
     with pytest.raises(ValueError, match=message):
         predicted_attention(q, k, v, Choice(topk=0.5), scale=scale, path=path)
+    with pytest.raises(ValueError, match=message):  # which gave a plan of no block
+        predict(q, k, topk=0.5, scale=scale, path=path)
+
+
+@both_paths
+def test_logits_far_from_zero(device: torch.device, path: str) -> None:
+    """All of a size whose LSE fp32 rounds by more than the logarithm of the number of keys."""
+    q, k, v = inputs(device, n=90)
+    for x, value in ((q, 2.0**14), (k, 2.0**13)):
+        x.zero_()[..., 0] = value
+    want = v.float().mean(2, keepdim=True).expand(q.shape)
+    for causal in (False, True):
+        make = intervals.causal if causal else intervals.dense
+        plan = make(96, 90, 2, device=device, **BLOCKS)
+        rows = slice(95, None) if causal else slice(None)
+        for attend in (block_sparse_attention, quantised_attention):
+            out, _ = attend(q, k, v, plan, path=path)
+            assert relative_error(out[:, :, rows], want[:, :, rows]) < 6e-2
+            assert not causal or (out[:, :, :6] == 0).all()
+
+
+@both_paths
+@pytest.mark.parametrize("lengths", [(64, 96), (128, 96), (96, 64), (96, 128)])
+def test_a_plan_of_other_lengths_is_refused(
+    device: torch.device, path: str, lengths: tuple[int, int]
+) -> None:
+    """Rows stayed unwritten, or were written beyond the output."""
+    q, k, v = inputs(device)
+    kept = torch.ones(1, 2, *(length // 32 for length in lengths), device=device)
+    x, y = (torch.randn(1, 2, length, 64, device=device) for length in lengths)
+    options: dict[str, Any] = {"block_m": 32, "block_n": 32}
+    got = f"queries and {lengths[1]} keys, got 96 and 96"
+    for plan in (
+        intervals.dense(*lengths, 2, device=device, **options),
+        intervals.causal(*lengths, 2, device=device, **options),
+        predict(x, y, topk=0.5, path=path, **options),
+        from_map(kept, lengths, (32, 32), False, path),
+    ):
+        for attend in (block_sparse_attention, quantised_attention):
+            with pytest.raises(ValueError, match=f"the plan's {lengths[0]} {got}"):
+                attend(q, k, v, plan, path=path)
+
+
+@both_paths
+def test_heads_and_blocks_of_a_prediction(device: torch.device, path: str) -> None:
+    """Kernels read other heads and batch entries than there were, and tokens of other blocks."""
+    q, k, _ = inputs(device)
+    wrong: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any], str]] = [
+        (torch.cat([q, q[:, :1]], 1), k, {}, "heads of k must divide those of q, got 2 and 3"),
+        (q, torch.cat([k, k[:, :1]], 1), {}, "heads of k must divide those of q, got 3 and 2"),
+        (torch.cat([q, q]), k, {}, r"k must have shape \[2, Hkv, N, 64\], got \[1, 2, 96, 64\]"),
+        (q, k[..., :32], {}, r"k must have shape \[1, Hkv, N, 64\]"),
+        (q[0], k, {}, r"q must have 4 dimensions, got \[2, 96, 64\]"),
+        (q, k, {"block_m": 0}, "block_m must be a whole number of at least 1, got 0"),
+        (q, k, {"block_n": 32.0}, "block_n must be a whole number of at least 1, got 32.0"),
+    ]
+    if path == "triton":
+        wrong.append((q, k, {"block_m": 24}, "must be multiples of 16 in Triton, got 24 and 64"))
+    for a, b, options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            predict(a, b, topk=0.5, path=path, **{**BLOCKS, **options})
+
+
+@both_paths
+def test_channels_of_a_prediction_need_not_be_adjacent(device: torch.device, path: str) -> None:
+    q, k, _ = inputs(device, m=128, n=256)
+    options: dict[str, Any] = {"topk": 0.3, "path": path, "block_m": 16, "block_n": 16}
+    want = predict(q, k, **options)
+    got = predict(*(x.mT.contiguous().mT for x in (q, k)), **options)
+    assert torch.equal(got.rows, want.rows)
+    for begin, _, end, _ in want.rows.tolist():
+        assert torch.equal(got.cols[begin:end], want.cols[begin:end])
+
+
+@both_paths
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1, 2, 2, 3), r"kept must have shape \[B, H, 3, 3\], got \[1, 2, 2, 3\]"),
+        ((1, 0, 3, 3), "kept must have at least one head"),
+        ((2, 3, 3), r"kept must have shape \[B, H, 3, 3\], got \[2, 3, 3\]"),
+    ],
+)
+def test_a_map_of_other_shape(
+    device: torch.device, path: str, shape: tuple[int, ...], message: str
+) -> None:
+    """A tile without a row of the map was not written."""
+    with pytest.raises(ValueError, match=message):
+        from_map(torch.ones(shape, device=device), (96, 96), (32, 32), False, path)
+
+
+@both_paths
+def test_offsets_that_are_slices_of_others(device: torch.device, path: str) -> None:
+    """The kernel read what lay between them."""
+    q, k, v = inputs(device)
+    offsets = torch.tensor([0, 40, 40, 96], dtype=torch.int32, device=device)
+    gaps = torch.stack([offsets, offsets + 7], 1)[:, 0]
+    want = packed_attention(q, k, v, offsets, offsets, (56, 56), path=path)
+    got = packed_attention(q, k, v, gaps, gaps, (56, 56), path=path)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.interpreter
+def test_what_is_no_tensor_or_number_of_a_plan_is_named() -> None:
+    q, k, v = inputs(torch.device("cpu"))
+    plan = intervals.dense(96, 96, 2, device="cpu", **BLOCKS)
+    offsets: Any = [0, 96]
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: block_sparse_attention(q.tolist(), k, v, plan), "q must be a torch.Tensor"),
+        (lambda: quantised_attention(q, k.tolist(), v, plan), "k must be a torch.Tensor"),
+        (lambda: predicted_attention(q, k, (v,), Choice(topk=0.5)), "v must be a torch.Tensor"),  # type: ignore[arg-type]
+        (lambda: predict(q, k.tolist(), topk=0.5), "k must be a torch.Tensor"),
+        (lambda: quantised_attention(q[..., :0], k[..., :0], v, plan), "at least one channel"),
+        (lambda: block_sparse_attention(q[..., :0], k[..., :0], v, plan), "at least one channel"),
+        (lambda: intervals.ragged(offsets, offsets, 96, 96, 2), "cu_seqlens_q must be a torch"),
+        (lambda: intervals.dense(96, 96.0, 2), "kv_len must be a whole number"),  # type: ignore[arg-type]
+        (lambda: intervals.causal(-1, 96, 2), "q_len must be a whole number of tokens, got -1"),
+        (lambda: intervals.dense(96, 96, 2, block_m=0), "block_m must be a whole number of at"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@both_paths
+def test_blocks_that_8_bit_attention_does_not_have(device: torch.device, path: str) -> None:
+    """In torch some of them ended in its own error."""
+    q, k, v = inputs(device)
+    for block_n in (8, 48, 256):
+        plan = intervals.dense(96, 96, 2, block_m=64, block_n=block_n, device=device)
+        with pytest.raises(ValueError, match=f"must be 16, 32, 64 or 128, got {block_n}"):
+            quantised_attention(q, k, v, plan, path=path)
 
 
 @both_paths

@@ -100,6 +100,14 @@ def test_tensors_that_kernels_cannot_read(
     grouped = attend(q, *(x.expand_as(q) for x in one))
     torch.testing.assert_close(attend(q, *one), grouped, rtol=0, atol=1e-3)
     assert attend(q[:0], k[:0], v[:0]).shape == q[:0].shape
+    # values of another length ended a GPU's context under tiles
+    for wrong, message in (
+        ((q, k, v[:, :20]), r"v must have shape \[2, 177, 2, D\], got \[2, 20, 2, 64\]"),
+        ((q, k[:1], v[:1]), r"k must have shape \[2, L, H, 64\], got \[1, 177, 2, 64\]"),
+        ((q[..., :0], k[..., :0], v), "q must have at least one channel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attend(*wrong)
 
 
 def test_lists_are_tuples(seed: int, device: torch.device) -> None:
@@ -204,6 +212,27 @@ def test_compiled_code_is_one_graph(
         torch.testing.assert_close(compiled(q, k, v), settings(q, k, v), rtol=0, atol=0)
         arguments = (q, k, v, None, pickle.loads(pickle.dumps(settings))._text)
         torch.library.opcheck(torch.ops.block_sparse_backend.video_attention, arguments)
+
+
+def test_gradients_are_refused_after_inference_mode(seed: int, device: torch.device) -> None:
+    """Tiles of a plan that it made ended in torch's error."""
+    q, k, v = make(seed, device)
+    settings = VideoAttention("sliding_tile", canvas=CANVAS, tile=(2, 3, 4))
+    with torch.inference_mode():
+        want = settings(q, k, v)
+    with pytest.raises(ValueError, match="block_sparse_backend has no backward pass"):
+        settings(q.clone().requires_grad_(), k, v)
+    assert torch.equal(settings(q, k, v), want)
+
+
+@pytest.mark.parametrize("number", [0.2, torch.tensor(0.2)])
+def test_a_scale_in_compiled_code(number: Any, seed: int, device: torch.device) -> None:
+    """One that is a tensor was an error, and parts the graph."""
+    q, k, v = make(seed, device)
+    settings = VideoAttention()
+    compiled = torch.compile(lambda q, scale: settings(q + 1.0, k, v, scale), backend="eager")
+    want = settings(q + 1.0, k, v, 0.2)
+    torch.testing.assert_close(compiled(q, number), want, rtol=0, atol=1e-3)
 
 
 def test_compiled_code_keeps_plans(

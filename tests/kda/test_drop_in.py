@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from kda_backend import chunk_kda, fused_recurrent_kda
 
@@ -100,3 +102,20 @@ def test_what_is_no_tensor_is_named() -> None:
         for operator in (chunk_kda, fused_recurrent_kda):
             with pytest.raises(ValueError, match=f"{name} must be a torch.Tensor, got list"):
                 operator(**given | {name: wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+def test_compiled_code_breaks_its_graph_once(operator: Callable[..., Any]) -> None:
+    """As at FLA's: what is before and after it is compiled, and nothing within, of any length."""
+
+    def model(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        out, state = operator(q + 1.0, *rest, output_final_state=True)
+        return out * 2.0 + state.sum()  # type: ignore[no-any-return]
+
+    graphs = CompileCounter()
+    compiled = torch.compile(model, backend=graphs, dynamic=True)
+    for length in (3, 70):
+        q, k, v, g = torch.rand(4, 1, length, 2, 16).unbind(0)
+        tokens = (q, k, v, -g, torch.rand(1, length, 2))
+        torch.testing.assert_close(compiled(*tokens), model(*tokens), rtol=0, atol=0)
+    assert graphs.frame_count <= 3

@@ -29,5 +29,8 @@ def test_calls_are_judged_without_being_made() -> None:
     g, beta = -torch.rand(1, 70, 2, 64), torch.rand(1, 70, 2)
     assert fla_backend.refusal(q, k, v, g, beta, state_v_first=True) is None
     assert "chunk_size" in str(fla_backend.refusal(q, k, v, g, beta, chunk_size=16))
-    bounds = torch.tensor([0, 70], dtype=torch.float32)
+    bounds = torch.tensor([0, 70], dtype=torch.int32)
+    # FLA has no use for it alone; here it was accepted, and the call refused
+    assert "cu_seqlens_cpu" in str(fla_backend.refusal(q, k, v, g, beta, cu_seqlens_cpu=bounds))
+    bounds = bounds.float()
     assert "cu_seqlens" in str(fla_backend.refusal(q, k, v, g, beta, cu_seqlens=bounds))

@@ -138,6 +138,10 @@ WRONG: dict[str, tuple[Call, str]] = {
         lambda: commit(kept=(ints(-1, -1, 0), None)),
         "kept must be a pair of slots and counts, got one",
     ),
+    "no counts": (
+        lambda: kda_commit_(GATE, slots(), RECORDS, ROWS, None),  # type: ignore[arg-type]
+        "num_accepted_tokens must be a torch.Tensor, got NoneType",
+    ),
     "no pair": (lambda: commit(kept=ROWS), "kept must be a pair of slots and counts, got 3"),
     "no pool in a step": (lambda: step(state=FUNCTIONAL), "state must be a pool"),
     "no draft": (

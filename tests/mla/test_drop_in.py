@@ -287,7 +287,15 @@ def test_queries_that_are_fewer_than_planned_are_refused() -> None:
         ({"qo_indptr_arr": [[0, 1]]}, r"qo_indptr_arr\[0\] must be a torch.Tensor, got list"),
         ({"qo_indptr_arr": [torch.tensor([1, 1])]}, r"qo_indptr_arr\[0\] must begin at 0 and not"),
         ({"paged_kv_indptr_arr": [torch.tensor([0, 2])]}, "must end at 1 pages at most, got 2"),
-        ({"paged_kv_last_page_len": [torch.tensor([5])]}, "at most the page size 4, got 5"),
+        ({"paged_kv_last_page_len": [torch.tensor([5])]}, "0 to the page size 4, got 5 to 5"),
+        ({"paged_kv_last_page_len": [torch.tensor([-1])]}, "0 to the page size 4, got -1 to -1"),
+        ({"paged_kv_last_page_len": [torch.tensor(1)]}, r"must have shape \[groups\], got \[\]"),
+        ({"paged_kv_indices_arr": [torch.tensor([-1])]}, "must not be negative, got -1"),
+        ({"paged_kv_indices_arr": [torch.tensor([0.0])]}, "must have dtype int32 or int64"),
+        ({"paged_kv_indices_arr": torch.tensor([[0]])}, "every array must be a list of 1 tensors"),
+        ({"sm_scale": math.nan}, "sm_scale must be a finite number, got nan"),
+        ({"logits_soft_cap": "low"}, "logits_soft_cap must be a finite number, got 'low'"),
+        ({"page_size": 4.0}, "page_size must be a whole number, got 4.0"),
     ],
 )
 def test_cascade_refuses(changes: dict[str, Any], message: str) -> None:
@@ -301,6 +309,37 @@ def test_cascade_refuses(changes: dict[str, Any], message: str) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         wrapper.plan(**{**arguments, **changes})
+
+
+def test_cascade_takes_slices_and_numbers_that_are_tensors(where: torch.device, seed: int) -> None:
+    """Tables that are slices of others, which kernels would read past, and a scale of a tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(5, 2, 32, generator=generator)
+    cache = torch.randn(6, 2, 4, 1, 32, generator=generator)
+    q, cache = (x.to(where, torch.float16) for x in (q, cache))
+    tables = [i32(x, where) for x in ([0, 2, 5], [0, 2, 5], [0, 2, 4, 5, 1], [1, 3])]
+    gaps = [torch.stack([x, -9 - x], 1)[:, 0] for x in tables]
+    results = []
+    numbers: list[Any] = [(0.3, 4.0), (torch.tensor(0.3), torch.tensor(4.0))]
+    for given, (scale, cap) in zip((tables, gaps), numbers, strict=True):
+        wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(1, torch.empty(1, device=where))
+        arrays = [[x] for x in given]
+        wrapper.plan(*arrays, 2, 1, 32, 4, sm_scale=scale, logits_soft_cap=cap)
+        results.append(wrapper.run(q, cache))
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
+    assert results[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "cache", [(torch.zeros(1, 4, 1, 32),) * 3, torch.zeros(1, 4, 1, 32), None, [0, 1]]
+)
+@pytest.mark.interpreter
+def test_a_cache_that_is_none_is_named(cache: Any) -> None:
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(1, torch.empty(1))
+    arrays = [[i32(x, torch.device("cpu"))] for x in ([0, 1], [0, 1], [0], [1])]
+    wrapper.plan(*arrays, 1, 1, 32, 4)
+    with pytest.raises(ValueError, match=r"paged_kv_cache must (be a|have)|keys must be a"):
+        wrapper.run(torch.zeros(1, 1, 32).half(), cache)
 
 
 @pytest.mark.parametrize("cap", [1e-2, 30.0, 1e6])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from mla_backend.decode import sm90 as mla_sm90
 from mla_backend.drop_ins.flashinfer import MultiLevelCascadeAttentionWrapper
 from mla_backend.plan import MlaPlanner
 from mla_backend.scratch import SplitScratch
+from mla_backend.sparse_mla import sparse_mla
 from mla_backend.spec import MlaSpec
 from mla_backend.testing import sparse_mla_cases as sparse
 from mla_backend.testing.cases import (
@@ -44,6 +46,39 @@ def test_more_splits_than_256(path: str, path_device: torch.device, seed: int) -
     plan = planner.plan(case.lengths)
     assert path == "torch" or int(plan.num_splits[-1]) == 304
     assert_close(run_case(case, planner, plan=plan), expected(case))
+
+
+@pytest.mark.parametrize("path", ["torch"], indirect=True)  # others merge splits by their LSE
+@pytest.mark.parametrize("sink", [None, -math.inf, 0.0, math.inf])
+def test_logits_far_from_zero(
+    path: str, path_device: torch.device, seed: int, sink: float | None
+) -> None:
+    """All of a size whose LSE fp32 rounds by more than the logarithm of the number of keys."""
+    case = make_case(MlaSpec(2, 64), [70, 130, 5], seed=seed, device=path_device)
+    case.q_latent.zero_()[..., 0] = 2.0**15
+    case.q_rope.zero_()
+    case.kv_latent[..., 0] = 2.0**14
+    sinks = None if sink is None else torch.full((2,), sink, device=path_device)
+    planner = MlaPlanner(forced(case.spec, path))
+    out, _ = run_case(case, planner, sinks=sinks)
+    for n, length in enumerate(case.lengths.tolist()):
+        pages = case.block_table[n, : -(-length // 64)].long()
+        latent = case.kv_latent[pages].flatten(0, 1)[:length, 1:].float()
+        want = torch.zeros_like(latent[0]) if sink == math.inf else latent.mean(0)
+        torch.testing.assert_close(out[n, 0, :, 1:].float(), want.expand(2, -1), atol=2e-2, rtol=0)
+
+
+def test_logits_of_sparse_mla_far_from_zero(device: torch.device, seed: int) -> None:
+    case = sparse.make_case(2, [(16, 20, None)], seed=seed, device=device)
+    numbers = 0.05 * torch.randn(4, 16, 512, generator=torch.Generator().manual_seed(seed))
+    numbers[..., -1] = 2.0**14
+    rows = torch.arange(20, dtype=torch.int32, device=device).expand(3, 1, -1).contiguous()
+    cache = sparse.write_records(numbers).to(device)
+    cache = cache.as_strided(cache.shape, (cache.stride(0), 584, 1))
+    case.q.zero_()[..., -1] = 2.0**15
+    out, _ = sparse_mla(case.q, NamedRows(cache, rows), forced(case.spec, "torch"), scale=SCALE)
+    want = numbers.flatten(0, 1)[:20].mean(0)[:-1].to(device)
+    torch.testing.assert_close(out[..., :-1].float(), want.expand(3, 1, 2, -1), atol=1e-2, rtol=0)
 
 
 def test_a_token_dimension_of_one_with_any_stride(

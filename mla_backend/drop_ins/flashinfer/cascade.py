@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -158,7 +159,8 @@ class MultiLevelCascadeAttentionWrapper:
             qo_indptr_arr: ``[groups + 1]`` query offsets; a group's queries meet the same pages.
                 Their values are checked, and those of the other arrays in host memory.
             paged_kv_indptr_arr: ``[groups + 1]`` offsets into ``paged_kv_indices_arr``.
-            paged_kv_last_page_len: ``[groups]`` tokens in the last page of each.
+            paged_kv_last_page_len: ``[groups]`` tokens in the last page of each. All arrays are
+                int32 or int64.
             window_left: a query sees so many tokens before its own; -1 is no limit.
             pos_encoding_mode: must be ``"NONE"``; use_fp16_qk_reduction: must be false; rope_scale
                 and rope_theta: must be ``None``.
@@ -181,6 +183,10 @@ class MultiLevelCascadeAttentionWrapper:
         kv_dtype = _DTYPES.get(kv_data_type) if isinstance(kv_data_type, str) else kv_data_type
         if kv_data_type is not None and kv_dtype != dtype:
             raise ValueError(f"kv_data_type must be {q_data_type}, got {kv_data_type}")
+        num_qo_heads = _whole("num_qo_heads", num_qo_heads)
+        num_kv_heads = _whole("num_kv_heads", num_kv_heads)
+        head_dim, page_size = _whole("head_dim", head_dim), _whole("page_size", page_size)
+        window_left = _whole("window_left", window_left)
         if min(num_qo_heads, num_kv_heads, page_size) < 1:
             raise ValueError(
                 "num_qo_heads, num_kv_heads and page_size must be at least 1, got"
@@ -197,9 +203,9 @@ class MultiLevelCascadeAttentionWrapper:
             num_kv_heads,
             head_dim,
             page_size,
-            head_dim**-0.5 if sm_scale is None else sm_scale,
+            head_dim**-0.5 if sm_scale is None else _number("sm_scale", sm_scale),
             window_left,
-            logits_soft_cap or 0.0,
+            0.0 if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap),
             dtype or torch.float16,
             causal,
         )
@@ -269,7 +275,15 @@ class MultiLevelCascadeAttentionWrapper:
     def _keys_and_values(self, cache: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
         settings = self._settings
         assert settings is not None
-        k, v = (cache[:, 0], cache[:, 1]) if isinstance(cache, torch.Tensor) else cache
+        if isinstance(cache, torch.Tensor):
+            expect_shape("paged_kv_cache", cache, ("pages", 2, None, None, settings.head_dim))
+            k, v = cache[:, 0], cache[:, 1]
+        elif isinstance(cache, list | tuple) and len(cache) == 2:
+            k, v = cache
+        else:
+            raise ValueError(
+                f"paged_kv_cache must be a tensor or a pair of tensors, got {type(cache).__name__}"
+            )
         expect_tensors(keys=k, values=v)
         if self._layout == "HND":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -308,6 +322,33 @@ class MultiLevelCascadeAttentionWrapper:
             heads=settings.num_qo_heads,
         )
         return out, lse
+
+
+def _whole(name: str, given: object) -> int:
+    """A whole number, of which a tensor may have one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {given!r}") from None
+
+
+def _number(name: str, given: object) -> float:
+    """A finite number, of which a tensor may have one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        found = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{name} must be a finite number, got {given!r}")
+    return found
 
 
 def _block_group(group: int) -> int:

@@ -70,17 +70,21 @@ def check_given(arrays: Sequence[list[torch.Tensor]], levels: int, page_size: in
     Raises:
         ValueError: an array is not as `plan` describes it.
     """
-    if any(len(array) != levels for array in arrays):
-        raise ValueError(f"every array must have {levels} levels")
+    lists = [array for array in arrays if isinstance(array, list | tuple)]
+    if len(lists) < len(arrays) or any(len(array) != levels for array in lists):
+        raise ValueError(f"every array must be a list of {levels} tensors, one for each level")
     found = []
     for number, parts in enumerate(zip(*arrays, strict=True)):
         qo_indptr, kv_indptr, kv_indices, last_page_len = parts
         names = [f"{name}_arr[{number}]" for name in _NAMES]
         expect_tensors(**dict(zip(names, parts, strict=True)))
+        expect_shape(names[3], last_page_len, ("groups",))
         groups = last_page_len.shape[0]
         expect_shape(names[0], qo_indptr, (groups + 1,))
         expect_shape(names[1], kv_indptr, (groups + 1,))
         expect_shape(names[2], kv_indices, ("pages",))
+        for name, part in zip(names, parts, strict=True):
+            expect_dtype(name, part, torch.int32, torch.int64)
         _expect_offsets(names[0], qo_indptr.cpu())
         if kv_indptr.is_cpu:
             _expect_offsets(names[1], kv_indptr)
@@ -89,11 +93,16 @@ def check_given(arrays: Sequence[list[torch.Tensor]], levels: int, page_size: in
                     f"{names[1]} must end at {len(kv_indices)} pages at most, got"
                     f" {int(kv_indptr[-1])}"
                 )
-        if last_page_len.is_cpu and groups and int(last_page_len.max()) > page_size:
-            raise ValueError(
-                f"{names[3]} must be at most the page size {page_size}, got"
-                f" {int(last_page_len.max())}"
-            )
+        if kv_indices.is_cpu and kv_indptr.is_cpu:
+            used = kv_indices[: int(kv_indptr[-1])]
+            if len(used) and int(used.min()) < 0:
+                raise ValueError(f"{names[2]} must not be negative, got {int(used.min())}")
+        if last_page_len.is_cpu and groups:
+            least, most = int(last_page_len.min()), int(last_page_len.max())
+            if least < 0 or most > page_size:
+                raise ValueError(
+                    f"{names[3]} must be 0 to the page size {page_size}, got {least} to {most}"
+                )
         found.append(Given(parts, qo_indptr.cpu().long().diff()))
     rows = [given.rows for given in found]
     if len(set(rows)) > 1:
@@ -107,8 +116,9 @@ def _expect_offsets(name: str, offsets: torch.Tensor) -> None:
 
 
 def planned(given: Given, device: torch.device, block_tokens: int, causal: bool) -> Level:
-    """A level in memory of its own."""
-    tensors = [x.to(device, torch.int32) for x in (*given.arrays, *given.tiles(block_tokens))]
+    """A level on the device, its tables without gaps, as the kernel reads them."""
+    given_and_made = (*given.arrays, *given.tiles(block_tokens))
+    tensors = [x.to(device, torch.int32).contiguous() for x in given_and_made]
     qo_indptr, kv_indptr, kv_indices, last_page_len, request, start = tensors
     return Level(qo_indptr, kv_indptr, kv_indices, last_page_len, request, start, causal)
 

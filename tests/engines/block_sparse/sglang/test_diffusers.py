@@ -243,6 +243,24 @@ def test_gradients_and_scales_that_are_not_served(caplog: pytest.LogCaptureFixtu
     assert f"{name} has no backward pass" in caplog.text and "got 0.0" in caplog.text
 
 
+def test_gradients_in_compiled_code() -> None:
+    """The operator that compiled code holds has none."""
+    q, k, v = torch.randn(3, 1, 50, 2, 64, generator=torch.Generator().manual_seed(0))
+    backend = dispatch.AttentionBackendName(enable(wan(), DENSE))
+
+    def loss(q: Tensor) -> Tensor:
+        found: Tensor = dispatch.dispatch_attention_fn(q, k, v, backend=backend)
+        return found.square().sum()
+
+    found = []
+    with torch.enable_grad():
+        for run in (loss, torch.compile(loss, backend="aot_eager")):
+            x = q.clone().requires_grad_()
+            run(x).backward()
+            found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_a_mask_in_compiled_code(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, 2, 128, 2, 64, generator=generator)
