@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from backend_core.contracts import (
     expect_stride,
     expect_tensor,
     expect_tensors,
+    whole_number,
 )
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.spec import LOG2_E
@@ -65,22 +65,6 @@ def scale_of(q: Tensor, scale: float | None) -> float:
         return float(scale)
     # no channel, or no dimension, is refused by the checks that follow
     return (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
-
-
-def whole(name: str, given: object, least: int = 0) -> int:
-    """A whole number, or a tensor with one.
-
-    Raises:
-        ValueError: it is neither, or less than ``least``.
-    """
-    try:
-        found = operator.index(given)  # type: ignore[arg-type]
-    except TypeError:
-        found = least - 1
-    if found < least:
-        wanted = f" of at least {least}" if least else " of tokens"
-        raise ValueError(f"{name} must be a whole number{wanted}, got {given!r}")
-    return found
 
 
 def is_readable(x: Tensor) -> bool:
@@ -238,8 +222,8 @@ def check_prediction(q: Tensor, k: Tensor, block_m: int, block_n: int) -> None:
             is wrong.
     """
     check_heads(q=q, k=k)
-    whole("block_m", block_m, 1)
-    whole("block_n", block_n, 1)
+    whole_number("block_m", block_m, 1)
+    whole_number("block_n", block_n, 1)
     for name, x in (("q", q), ("k", k)):
         if not x.numel():
             raise ValueError(f"{name} must have at least one token, got shape {list(x.shape)}")

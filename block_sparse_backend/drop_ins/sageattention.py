@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_device, expect_shape, expect_tensors
-from block_sparse_backend.contract import empty_output, whole
+from backend_core.contracts import expect_device, expect_shape, expect_tensors, whole_number
+from block_sparse_backend.contract import empty_output
 from block_sparse_backend.plan import kept
 from block_sparse_backend.sage import DEFAULT_MODE, packed_attention, quantised_attention
 from block_sparse_backend.selection import default_blocks_int8
@@ -157,7 +157,10 @@ def sageattn_varlen(
     (q, k, v), d, scale = _padded(q, k, v, sm_scale)
     attend = _packed if torch.compiler.is_compiling() else packed_attention
     offsets = cu_seqlens_q, cu_seqlens_k
-    lengths = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
+    lengths = (
+        whole_number("max_seqlen_q", max_seqlen_q, 0),
+        whole_number("max_seqlen_k", max_seqlen_k, 0),
+    )
     out: Tensor = attend(q, k, v, *offsets, lengths, is_causal=is_causal, scale=scale)
     return out[0, ..., :d].transpose(0, 1)
 

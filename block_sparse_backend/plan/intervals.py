@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_device, expect_tensors
+from backend_core.contracts import expect_device, expect_tensors, whole_number
 from block_sparse_backend import masks
-from block_sparse_backend.contract import whole
 from block_sparse_backend.plan import PackedShape, Pair, PlanPath
 from block_sparse_backend.plan.block_plan import BlockPlan, uniform_sequences, work_list
 from block_sparse_backend.selection import Paths, paths_on
@@ -89,7 +88,7 @@ def ragged(
     """
     expect_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     _expect_sizes(0, 0, block_m, block_n)
-    most = whole("max_q_len", max_q_len), whole("max_kv_len", max_kv_len)
+    most = whole_number("max_q_len", max_q_len, 0), whole_number("max_kv_len", max_kv_len, 0)
     paths = paths_on(cu_seqlens_q.device, path, "plan")
     offsets = (cu_seqlens_q, cu_seqlens_k)
     return packed(offsets, most, tokens, num_heads, (block_m, block_n), is_causal, paths)
@@ -194,7 +193,7 @@ def _expect_sizes(q_len: int, kv_len: int, block_m: int, block_n: int) -> None:
         ("block_m", block_m, 1),
         ("block_n", block_n, 1),
     ):
-        whole(name, size, least)
+        whole_number(name, size, least)
 
 
 def _expect_offsets(name: str, offsets: Tensor, most: int | None) -> None:

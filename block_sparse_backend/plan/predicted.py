@@ -15,11 +15,12 @@ from backend_core.contracts import (
     expect_shape,
     expect_tensors,
     once,
+    whole_number,
 )
 from backend_core.launch.streams import is_elsewhere, run_there
 from block_sparse_backend import masks
 from block_sparse_backend.block_sparse import block_sparse_attention
-from block_sparse_backend.contract import check_prediction, scale_of, whole
+from block_sparse_backend.contract import check_prediction, scale_of
 from block_sparse_backend.plan import PlanPath, intervals
 from block_sparse_backend.plan.block_plan import BlockPlan
 from block_sparse_backend.plan.choice import Choice, ChoiceKind, PerHead
@@ -106,7 +107,7 @@ def from_map(
     expect_tensors(kept=kept)
     names = ("queries", "keys", "queries in a tile", "keys in a block")
     for name, size, least in zip(names, (*lengths, *sizes), (0, 1, 1, 1), strict=True):
-        whole(f"the number of {name}", size, least)
+        whole_number(f"the number of {name}", size, least)
     tiles, blocks = (-(-length // size) for length, size in zip(lengths, sizes, strict=True))
     expect_shape("kept", kept, ("B", "H", tiles, blocks))
     if not kept.shape[1]:

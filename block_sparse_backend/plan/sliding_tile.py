@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from backend_core.contracts import whole_number
 from block_sparse_backend import masks
-from block_sparse_backend.contract import whole
 from block_sparse_backend.plan.block_plan import FULL, PARTIAL, SKIP, BlockPlan, from_kinds
 from block_sparse_backend.plan.block_plan import uniform_sequences as _uniform
 from block_sparse_backend.plan.token_order import Box, TileOrder, box_of
@@ -43,7 +43,7 @@ def sliding_tile(
     Raises:
         ValueError: a size is wrong, or an even window comes without ``even_windows``.
     """
-    block_m, block_n = whole("block_m", block_m, 1), whole("block_n", block_n, 1)
+    block_m, block_n = whole_number("block_m", block_m, 1), whole_number("block_n", block_n, 1)
     windows = [box_of("each of windows", window) for window in windows]
     if order.block % block_m or order.block % block_n:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from block_sparse_backend.contract import whole
+from backend_core.contracts import whole_number
 
 Box = tuple[int, int, int]
 
@@ -83,7 +83,7 @@ def tile_order(
         ValueError: a size is no whole number, or not positive.
     """
     canvas, tile = box_of("canvas", canvas), box_of("tile", tile)
-    text, block = whole("text", text), whole("block", block, 1)
+    text, block = whole_number("text", text, 0), whole_number("block", block, 1)
     grid = _grid(canvas, tile)
     number = torch.zeros(1, dtype=torch.long, device=device)
     for length, size, count in zip(canvas, tile, grid, strict=True):

@@ -174,7 +174,7 @@ def test_lengths_and_offsets_of_a_packed_batch(device: torch.device) -> None:
     most = offsets.diff().max()
     assert torch.equal(run(offsets, offsets, most, most), run(offsets, offsets, 60, 60))
     for wrong in (60.0, -1, None):
-        with pytest.raises(ValueError, match="max_seqlen_k must be a whole number of tokens"):
+        with pytest.raises(ValueError, match="max_seqlen_k must be a whole number of at least 0"):
             run(offsets, offsets, 60, wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cu_seqlens_k must be a torch.Tensor, got list"):
         run(offsets, [0, 30, 90], 60, 60)  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ def test_sizes_that_are_none_are_named() -> None:
         ({"canvas": (4, 6)}, r"canvas must be three positive integers .* got \(4, 6\)"),
         ({"tile": (0, 3, 4)}, r"tile must be three positive integers .* got \(0, 3, 4\)"),
         ({"block": 0}, "block must be a whole number of at least 1, got 0"),
-        ({"text": 1.5}, "text must be a whole number of tokens, got 1.5"),
+        ({"text": 1.5}, "text must be a whole number of at least 0, got 1.5"),
     ):
         with pytest.raises(ValueError, match=message):
             tile_order(**{"canvas": (4, 6, 7), "tile": (2, 3, 4), "device": CPU, **sizes})  # type: ignore[arg-type]

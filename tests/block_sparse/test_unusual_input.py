@@ -178,7 +178,7 @@ def test_what_is_no_tensor_or_number_of_a_plan_is_named() -> None:
         (lambda: block_sparse_attention(q[..., :0], k[..., :0], v, plan), "at least one channel"),
         (lambda: intervals.ragged(offsets, offsets, 96, 96, 2), "cu_seqlens_q must be a torch"),
         (lambda: intervals.dense(96, 96.0, 2), "kv_len must be a whole number"),  # type: ignore[arg-type]
-        (lambda: intervals.causal(-1, 96, 2), "q_len must be a whole number of tokens, got -1"),
+        (lambda: intervals.causal(-1, 96, 2), "q_len must be a whole number of at least 0, got -1"),
         (lambda: intervals.dense(96, 96, 2, block_m=0), "block_m must be a whole number of at"),
     ]
     for call, message in calls:

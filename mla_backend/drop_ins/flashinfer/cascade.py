@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from backend_core.contracts import (
     expect_shape,
     expect_stride,
     expect_tensors,
+    whole_number,
 )
 from backend_core.launch.streams import is_elsewhere, run_there
 from mla_backend.drop_ins.flashinfer.cascade_plan import Level, LevelBuffers, check_given, planned
@@ -183,10 +183,13 @@ class MultiLevelCascadeAttentionWrapper:
         kv_dtype = _DTYPES.get(kv_data_type) if isinstance(kv_data_type, str) else kv_data_type
         if kv_data_type is not None and kv_dtype != dtype:
             raise ValueError(f"kv_data_type must be {q_data_type}, got {kv_data_type}")
-        num_qo_heads = _whole("num_qo_heads", num_qo_heads)
-        num_kv_heads = _whole("num_kv_heads", num_kv_heads)
-        head_dim, page_size = _whole("head_dim", head_dim), _whole("page_size", page_size)
-        window_left = _whole("window_left", window_left)
+        num_qo_heads = whole_number("num_qo_heads", num_qo_heads)
+        num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
+        head_dim, page_size = (
+            whole_number("head_dim", head_dim),
+            whole_number("page_size", page_size),
+        )
+        window_left = whole_number("window_left", window_left)
         if min(num_qo_heads, num_kv_heads, page_size) < 1:
             raise ValueError(
                 "num_qo_heads, num_kv_heads and page_size must be at least 1, got"
@@ -322,18 +325,6 @@ class MultiLevelCascadeAttentionWrapper:
             heads=settings.num_qo_heads,
         )
         return out, lse
-
-
-def _whole(name: str, given: object) -> int:
-    """A whole number, of which a tensor may have one.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        return operator.index(given)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} must be a whole number, got {given!r}") from None
 
 
 def _number(name: str, given: object) -> float:
