@@ -160,7 +160,8 @@ def test_a_models_own_layer_drafts(name: str, draft: str, words: tuple[str, ...]
     args = resolved(options(name, *words, "--drafts", "4", "--draft-layer"))
     found = SimpleNamespace(**args.resolved_dict())
     assert (found.speculative_algorithm, found.speculative_num_steps) == ("EAGLE", 4)
-    assert (found.speculative_num_draft_tokens, found.max_running_requests) == (5, 128)
+    assert (found.speculative_num_draft_tokens, found.max_running_requests) == (5, 64)
+    assert found.mem_fraction_static == 0.45  # the rest is for what attention keeps
     place = found.speculative_draft_model_path
     config = ModelConfig.from_server_args(args, model_path=place, is_draft_model=True)
     assert config.hf_config.architectures == [draft] and config.num_nextn_predict_layers == 1
