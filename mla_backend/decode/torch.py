@@ -56,9 +56,10 @@ def decode(x: MlaInputs, scratch: SplitScratch) -> None:
         lse = torch.logsumexp(s, -1)
         none = lse == -math.inf
         # exp(s - lse) would have the rounding of a large lse
-        p = torch.softmax(s, -1).masked_fill(none[:, None], 0)
+        p = torch.softmax(s, -1)
         if x.sinks is not None:
             p = p * torch.sigmoid(lse - x.sinks.repeat(tokens))[:, None]
+        p = p.masked_fill(none[:, None], 0)
         x.out[i] = (p @ latent).view(tokens, heads, LATENT_DIM).to(x.out.dtype)
         x.lse[i] = lse.masked_fill(none, math.inf).view(tokens, heads)
 
