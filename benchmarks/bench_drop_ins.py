@@ -432,7 +432,7 @@ def measure(case: Case, device: torch.device, turn: int, is_timed: bool = True) 
         if plan is not None:
             row[f"{side}_plan_us"] = 1e3 * call_time_ms(plan, repeats=11)
     times: dict[str, list[float]] = {side: [] for side in calls}
-    for number in range(ROUNDS):  # by turns, since the clock falls as the GPU warms
+    for number in range(ROUNDS):  # alternating, since the clock falls as the GPU warms
         for side in sorted(calls, reverse=number % 2 == 1):
             times[side].append(1e3 * stream_time_ms(calls[side][1], repeats=3))
     return row | {f"{side}_us": statistics.median(found) for side, found in times.items()}

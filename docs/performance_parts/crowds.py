@@ -34,8 +34,8 @@ def full_servers() -> list[str]:
         f"{' and '.join(sorted(machines))}."
         " Random weights, in the engine's default mode but for the format of KDA's states."
         " The sides of a file load at the same time on GPUs of one host, and run at the same"
-        " time once all have loaded, or in turn. There is room for so many blocks of vLLM's"
-        " cache, or slots of sglang's states. × is the rate over that of the first row of"
+        " time once all have loaded, or one after the other. There is room for so many blocks"
+        " of vLLM's cache, or slots of sglang's states. × is the rate over that of the first row of"
         f" the same load and file. With drafts {drafts} tokens are looked up for each step,"
         " of which random prompts accept none: a step verifies so many for one that is"
         " written. sglang, which runs at most 48 requests at a time with drafts unless it is"
@@ -70,7 +70,7 @@ def _full(name: str, report: dict[str, Any]) -> Iterator[list[str]]:
     """The rows of a file."""
     link = f"[{report['engine']}, {report['date']}](../../benchmarks/results/{name})"
     how = ", with drafts" if "drafts" in report else ""
-    how += "" if "at_once" in report else ", in turn"
+    how += "" if "at_once" in report else ", one after the other"
     rows = [row for row in report["rows"] if row["tokens_per_s"] is not None]
     for row in rows:
         first = next(other for other in rows if other["what"] == row["what"])
