@@ -151,7 +151,7 @@ def _headline() -> str:
         ),
         (
             f"KDA prefill, bounded gate, {len(bounded)} shapes",
-            "FLA, FlashKDA",
+            "FLA, FlashKDA, cuDNN",
             [best(row, ("fla", "flashkda")) / row["ours_gpu_ms"] for row in bounded],
         ),
         (
