@@ -119,14 +119,54 @@ class VerifyCall(NamedTuple):
     out: torch.Tensor
 
 
+class LayersApart(NamedTuple):
+    """Pools and records of L layers that lie anywhere in memory, laid out alike.
+
+    Attributes:
+        pools, records: of each layer, ``[slots, HV, V, K]``.
+        offsets: ``[3, L]`` int64, on their device: where pools, corrections and keys with gates
+            begin, in units of 16 bytes from those of the first layer.
+    """
+
+    pools: tuple[torch.Tensor, ...]
+    records: tuple[Records, ...]
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, pools: tuple[torch.Tensor, ...], records: tuple[Records, ...]) -> LayersApart:
+        """The layers of a model; it reads their addresses alone.
+
+        Raises:
+            ValueError: layers differ in layout, or one does not begin at a multiple of 16 bytes.
+        """
+        kinds = {
+            "states": pools,
+            "corrections": tuple(own.correction for own in records),
+            "keys with gates": tuple(own.key_gate for own in records),
+        }
+        offsets = []
+        for name, tensors in kinds.items():
+            layouts = {(x.dtype, x.shape, x.stride(), x.device) for x in tensors}
+            if len(layouts) != 1:
+                raise ValueError(f"{name} of all layers must be laid out alike, got {layouts}")
+            addresses = [x.data_ptr() for x in tensors]
+            if any(address % 16 for address in addresses):
+                raise ValueError(f"{name} must begin at multiples of 16 bytes, got {addresses}")
+            offsets.append([(address - addresses[0]) // 16 for address in addresses])
+        table = torch.tensor(offsets, dtype=torch.int64, device=pools[0].device)
+        return cls(pools, records, table)
+
+
 class CommitCall(NamedTuple):
     """A checked fold of records into states.
 
     Attributes:
         gate, states, records: of L layers: ``a_log [L, HV]``, ``dt_bias [L, HV * K]``,
-            ``[L, slots, HV, V, K]``.
+            ``[L, slots, HV, V, K]``; where ``apart`` has the layers, states and records of the
+            first alone.
         indices, slots, num_accepted, kept_slots, kept_counts, null_slot: as `kda_commit_` takes
             them.
+        written_slots: ``[N]`` int32, where states go; ``None`` for the slots that they come from.
     """
 
     gate: GateSpec
@@ -138,6 +178,8 @@ class CommitCall(NamedTuple):
     kept_slots: torch.Tensor | None
     kept_counts: torch.Tensor | None
     null_slot: int
+    written_slots: torch.Tensor | None = None
+    apart: LayersApart | None = None
 
 
 class RecordsPath(Protocol):

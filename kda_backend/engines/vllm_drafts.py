@@ -12,7 +12,7 @@ from backend_core.engines.vllm_flag import offloads_weights
 from backend_core.strict import decline
 from backend_core.target import Target
 from kda_backend.engines import draft_records
-from kda_backend.engines.vllm_seams import K3_RECORDS, VLLM_RECORDS
+from kda_backend.engines.vllm_seams import FLOAT16_RECORDS, K3_RECORDS, VLLM_RECORDS
 
 FEWEST_TOKENS = 4
 """Tokens of a draft: vLLM keeps states without a commit, and records with one."""
@@ -35,6 +35,8 @@ def refusal(vllm_config: Any, module: Any) -> str | None:
 def _refusal_of_folds(module: Any) -> str | None:
     if (backend := module.recoverssm_backend) != "triton":
         return f"--use-replayssm folds records by upstream's kernels in {backend}"
+    if module.get_state_dtype()[1] == torch.float16:
+        return "--use-replayssm does not cut off Kimi-K3's states beyond float16's range"
     return seams.refusal(K3_RECORDS)
 
 
@@ -70,6 +72,8 @@ def keep_records(vllm_config: Any, module: Any, lower_bound: float | None, targe
     tokens = 1 + vllm_config.num_speculative_tokens
     if not replays and not draft_records.wanted(target, tokens, FEWEST_TOKENS):
         return
+    if not (replays or asked) and module.get_state_dtype()[1] == torch.float16:
+        return  # the fold of these has not run on a GPU
     if module.recoverssm_records is not None:
         return  # Kimi-K3's, which vLLM has made
     reason = seams.refusal(VLLM_RECORDS) or _not_served(vllm_config, module)
@@ -101,7 +105,9 @@ def _not_served(vllm_config: Any, module: Any) -> str | None:
     if offloads_weights(vllm_config):
         return "weights are kept in host memory, and a commit reads gates after the layers have run"
     if module.get_state_dtype()[1] == torch.float16:
-        return "vLLM's commit does not cut off states beyond float16's range"
+        reason = seams.refusal(FLOAT16_RECORDS)
+        if reason is not None:
+            return reason
     try:
         importlib.import_module("vllm.models.kimi_k3.nvidia.ops.recoverssm")
     except ImportError as error:

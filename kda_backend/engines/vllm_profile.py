@@ -98,6 +98,10 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
                 verify(*args, drafts(rows), beside, records)
             for count in sorted({1, min(2, n), n}):  # Kimi-K3's decodes lie beside drafts
                 verify(*args, drafts(rows[:count]), decodes(count), records)
+            if records is not None and records.by_norm:
+                from kda_backend.engines.vllm_records import compile_fold  # of releases with any
+
+                compile_fold(module, selection, pools)
 
     warm_up(runtime.selection, run, lambda selection: None)
     # beside drafts the host does not know the lengths of prefills, and all are one call

@@ -7,6 +7,8 @@ run. What commits them is vLLM's: its runner asks the metadata of a step to do s
 are sampled, and Kimi-K3's kernels fold the records of all layers of a cache group into states and
 compact the convolution's windows. So between steps a block is what it is without drafts: it can be
 cached, preempted or handed over.
+
+States in float16 are folded by this package's kernel, which cuts off what lies beyond their range.
 """
 
 from __future__ import annotations
@@ -25,13 +27,18 @@ from vllm.v1.attention.backends.recoverssm_metadata import (
     RecoverSSMMetadata,
     RecoverSSMPostprocessMetadata,
 )
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
 
 from backend_core.engines.in_place import in_place_of
 from backend_core.engines.vllm_flag import say
-from kda_backend.contract.values import Records
+from kda_backend.contract.calls import CommitCall, LayersApart
+from kda_backend.contract.values import GateSpec, Records
 from kda_backend.engines.draft_records import VARIABLE
+from kda_backend.selection import KdaSelection
+
+_FOLD = "kda_dsv4_fold"  # on upstream's context
 
 
 @dataclass
@@ -42,12 +49,14 @@ class LayerRecords:
         correction, key_gate: as in `Records`, ``[max_num_seqs, ..]``; the row is the number of the
             draft in the step.
         lower_bound: of the layer's gate; ``None`` without one.
+        by_norm: as in `Records`; true where this package folds them.
         committed: vLLM's runner commits what a step records.
     """
 
     correction: torch.Tensor
     key_gate: torch.Tensor
     lower_bound: float | None
+    by_norm: bool = False
     committed: bool = False
 
 
@@ -74,7 +83,7 @@ def records_for(vllm_config: Any, module: Any, lower_bound: float | None) -> Lay
         f" {size / number / 2**10:.0f} KiB per request and layer, and those of {number} requests"
         f" (--max-num-seqs) take {size / 2**20:.0f} MiB in each KDA layer"
     )
-    return LayerRecords(*made[:2], lower_bound)
+    return LayerRecords(*made[:2], lower_bound, module.get_state_dtype()[1] == torch.float16)
 
 
 def _commit_in_runner() -> None:
@@ -196,7 +205,14 @@ class CommitGroup:
 
         if self._context is None:
             layers = [_as_kimi_k3s(layer) for layer in self._layers]
-            self._context = KDARecoverSSMCommitContext.create(layers, **self._sizes)
+            first = self._layers[0]
+            folded_here = first.recoverssm_records.by_norm
+            self._context = KDARecoverSSMCommitContext.create(
+                layers, **self._sizes, backend="cute" if folded_here else "triton"
+            )
+            if folded_here:
+                _fold_in_the_place_of_cutes()
+                setattr(self._context, _FOLD, Fold(first.kda_runtime.selection, layers))
             self._gates = [layer.A_log for layer in layers], [layer.dt_bias for layer in layers]
         a_logs, biases = self._gates
         torch.stack(a_logs, out=self._context.A_log)
@@ -215,6 +231,87 @@ def _as_kimi_k3s(layer: Any) -> SimpleNamespace:
         head_dim=layer.head_dim,
         gate_lower_bound=layer.recoverssm_records.lower_bound,
     )
+
+
+class Fold:
+    """The fold of records of layers whose blocks and records lie apart, by this package's kernel.
+
+    Args:
+        selection: of the layers.
+        layers: with the attributes that upstream's commit reads.
+    """
+
+    def __init__(self, selection: KdaSelection, layers: list[Any]) -> None:
+        kept = [layer.recoverssm_records for layer in layers]
+        self._paths, self._lower_bound = selection.verify_records, kept[0].lower_bound
+        self._layers = LayersApart.of(
+            tuple(layer.kv_cache[1] for layer in layers),
+            tuple(Records(own.correction, own.key_gate) for own in kept),
+        )
+        rows = len(kept[0].correction)
+        self._rows = torch.arange(rows, dtype=torch.int32, device=kept[0].correction.device)
+
+    def __call__(
+        self,
+        gates: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        num_accepted: torch.Tensor,
+        written_slots: torch.Tensor,
+        kept: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Bring the states of ``slots [N]`` up to date by the first rows of the records.
+
+        Args:
+            gates: A_log ``[L, HV]`` and dt_bias ``[L, HV, K]`` of all layers.
+            written_slots, kept: as in `CommitCall`.
+        """
+        a_log, dt_bias = gates
+        pool, records = self._layers.pools[0][None], self._layers.records[0]
+        call = CommitCall(
+            GateSpec.of(a_log, dt_bias.flatten(1), self._lower_bound),
+            pool,
+            Records(records.correction[None], records.key_gate[None]),
+            self._rows[: len(slots)],
+            slots,
+            num_accepted,
+            *kept,
+            NULL_BLOCK_ID,
+            written_slots,
+            self._layers,
+        )
+        self._paths.run(len(slots) * pool.shape[2]).commit(call)
+
+
+def compile_fold(module: Any, selection: KdaSelection, pools: tuple[torch.Tensor, ...]) -> None:
+    """Compile what a `Fold` launches with a selection for a layer's records and such pools, on a
+    padded request alone."""
+    layer = SimpleNamespace(kv_cache=pools, recoverssm_records=module.recoverssm_records)
+    none = torch.full((1,), -1, dtype=torch.int32, device=pools[1].device)
+    gates = (module.A_log.data.view(1, -1), module.dt_bias.data.view(1, -1))
+    Fold(selection, [layer])(gates, none, none, none, (none, none))
+
+
+def _fold_in_the_place_of_cutes() -> None:
+    """Let a context that has a `Fold` use it where upstream's would use its kernels for SM10x: a
+    plan has been made then, and windows are compacted; a second call changes nothing."""
+    from vllm.models.kimi_k3.nvidia.ops import recoverssm
+
+    upstream = recoverssm.cute_recoverssm_commit
+
+    @in_place_of(recoverssm, "cute_recoverssm_commit")
+    def fold(context: Any, state_indices: torch.Tensor, batch: int, align: bool) -> None:
+        ours = getattr(context, _FOLD, None)
+        if ours is None:
+            upstream(context, state_indices, batch, align)
+            return
+        kept = (context.boundary_state_indices[:batch], context.boundary_recovery_lens[:batch])
+        ours(
+            (context.A_log, context.dt_bias),
+            state_indices[:batch].contiguous(),
+            context.commit_lens[:batch],
+            context.final_state_indices[:batch],
+            kept,
+        )
 
 
 def committing(records: Any, backend: Any) -> Any:

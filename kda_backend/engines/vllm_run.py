@@ -86,9 +86,11 @@ def pools_of(module: Any) -> Pools:
 
 
 def records_of(module: Any) -> Records | None:
-    """Records of a layer's drafts, which vLLM folds into its states after sampling."""
+    """Records of a layer's drafts, which the runner has folded into its states after sampling."""
     kept = module.recoverssm_records
-    return None if kept is None else Records(kept.correction, kept.key_gate, by_norm=False)
+    if kept is None:
+        return None
+    return Records(kept.correction, kept.key_gate, by_norm=getattr(kept, "by_norm", False))
 
 
 def run_part(

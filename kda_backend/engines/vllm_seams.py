@@ -125,7 +125,7 @@ VLLM_RECORDS = Part.of(
         _OFFLOAD,
         # Kimi-K3's commit, of layers that look like its own
         Seam(f"{_RECOVER}:KDARecoverSSMRecords", has="correction key_gate"),
-        Seam(f"{_CONTEXT}.create", given="layers spec_query_len max_num_reqs", body=True),
+        Seam(f"{_CONTEXT}.create", given="layers spec_query_len max_num_reqs backend", body=True),
         Seam(
             f"{_CONTEXT}.commit",
             given="num_accepted_tokens state_indices query_start_loc request_indices block_table"
@@ -163,6 +163,20 @@ VLLM_RECORDS = Part.of(
         *each("vllm.config.vllm:VllmConfig", "use_v2_model_runner num_speculative_tokens"),
         Seam("vllm.config.compilation:CompilationConfig", has="static_forward_context"),
         Seam("vllm.utils.torch_utils:async_tensor_h2d"),
+    ),
+)
+FLOAT16_RECORDS = Part.of(
+    "records of drafts beside states in float16",
+    (
+        Seam(
+            f"{_RECOVER}:cute_recoverssm_commit",
+            takes="context state_indices batch align",
+        ),
+        Seam(f"{_CONTEXT}.commit", calls="cute_recoverssm_commit: * align"),
+        Seam(
+            _CONTEXT,
+            has="commit_lens final_state_indices boundary_state_indices boundary_recovery_lens",
+        ),
     ),
 )
 _GLM = "vllm.models.glm5next.common.kda:Glm5NextLinearAttention"
@@ -281,6 +295,16 @@ VLLM_CUTS = Part.of(
     ),
 )
 SEAMS = (
-    *(KIMI_LINEAR, K3_NVIDIA, K3_AMD, K3_RECORDS, VLLM_RECORDS, GLM, LING, *SIZING),
+    *(
+        KIMI_LINEAR,
+        K3_NVIDIA,
+        K3_AMD,
+        K3_RECORDS,
+        VLLM_RECORDS,
+        FLOAT16_RECORDS,
+        GLM,
+        LING,
+        *SIZING,
+    ),
     *(VLLM_GRAPHS, VLLM_CAPTURE, VLLM_CUTS),
 )

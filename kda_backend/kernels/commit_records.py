@@ -1,7 +1,9 @@
 """The fold of accepted records into states, of the layers of a model at once.
 
-The state after the first ``kept_counts[n]`` records also goes to slot ``kept_slots[n]``, which is
-what a prefix cache keeps of a boundary inside of a draft.
+A state goes back to its slot, or to ``written_slots[n]``. The one after the first
+``kept_counts[n]`` records also goes to slot ``kept_slots[n]``, which is what a prefix cache keeps
+of a boundary inside of a draft. ``layer_offsets`` say where layers lie that are apart, from the
+tensors of the first.
 
 Grid: (V / BLOCK_V * HV * N, layers).
 """
@@ -15,6 +17,13 @@ from kda_backend.kernels.functions.records import accepted_records, fold_record,
 from kda_backend.kernels.functions.state import as_stored
 
 
+@triton.jit
+def _of_layer(pointer, offset_ptr):
+    """A pointer moved by an offset in units of 16 bytes."""
+    PER_UNIT: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
+    return pointer + tl.load(offset_ptr) * PER_UNIT
+
+
 @triton.jit(do_not_specialize=["null_slot", "max_tokens"])
 def commit_records_kernel(
     state_ptr,  # [layers, slots, HV, V, K], in place
@@ -23,10 +32,12 @@ def commit_records_kernel(
     key_gate_ptr,  # [layers, rows, HV, max_tokens, 2 K]
     record_indices_ptr,  # [N] int32
     num_accepted_ptr,  # [N] int32
+    written_slots_ptr,  # [N] int32 or None
     kept_slots_ptr,  # [N] int32 or None
     kept_counts_ptr,  # [N] int32 or None
     a_log_ptr,  # [layers, HV] or None
     dt_bias_ptr,  # [layers, HV, K] or None
+    layer_offsets_ptr,  # [3, layers] int64 of states, corrections, keys with gates; or None
     max_tokens,
     null_slot,
     lower_bound,
@@ -65,14 +76,20 @@ def commit_records_kernel(
     masks = (o_k < K, o_v < V)
     o_row = i_hv * (V * K) + o_v * K
     o_state, m_state = state_tile(o_row, masks[1], K, BLOCK_K, K_INNER, KB_AXIS)
-    state_ptr += i_l * stride_state_l
+    if layer_offsets_ptr is not None:
+        p_offset = layer_offsets_ptr + i_l
+        state_ptr = _of_layer(state_ptr, p_offset)
+        correction_ptr = _of_layer(correction_ptr, p_offset + tl.num_programs(1))
+        key_gate_ptr = _of_layer(key_gate_ptr, p_offset + 2 * tl.num_programs(1))
+    else:
+        state_ptr += i_l * stride_state_l
+        correction_ptr += i_l * stride_correction_l
+        key_gate_ptr += i_l * stride_key_gate_l
     b_state = tl.load(state_ptr + slot * stride_state_n + o_state, mask=m_state, other=0.0)
     b_state = b_state.to(tl.float32)
     gate = load_gate(a_log_ptr, dt_bias_ptr, i_l * HV + i_hv, o_k, masks[0], K)
-    p_correction = correction_ptr + i_l * stride_correction_l + row * stride_correction_n
-    p_correction += i_hv * (max_tokens * V)
-    p_key_gate = key_gate_ptr + i_l * stride_key_gate_l + row * stride_key_gate_n
-    p_key_gate += i_hv * (max_tokens * (2 * K))
+    p_correction = correction_ptr + row * stride_correction_n + i_hv * (max_tokens * V)
+    p_key_gate = key_gate_ptr + row * stride_key_gate_n + i_hv * (max_tokens * (2 * K))
     element = state_ptr.dtype.element_ty
     upcoming = load_record(p_correction, p_key_gate, True, o_k, o_v, masks, K)
     for i in range(accepted):
@@ -84,5 +101,7 @@ def commit_records_kernel(
         if i + 1 == kept_count:
             p_kept = state_ptr + kept_slot * stride_state_n + o_state
             tl.store(p_kept, as_stored(b_state, element), mask=m_state)
+    if written_slots_ptr is not None:
+        slot = tl.load(written_slots_ptr + i_n).to(tl.int64)
     p_state = state_ptr + slot * stride_state_n + o_state
     tl.store(p_state, as_stored(b_state, element), mask=m_state)

@@ -39,6 +39,9 @@ class RecordsFold:
 
     def commit(self, call: CommitCall) -> None:
         layers, _, heads, value_dim, key_dim = call.states.shape
+        offsets = None
+        if call.apart is not None:
+            layers, offsets = len(call.apart.pools), call.apart.offsets
         fast_math = has_ptx(call.states)
         kernel, blocks = self._commit(key_dim, value_dim, call.gate.kind, fast_math)
         kernel.launch(
@@ -49,10 +52,12 @@ class RecordsFold:
             key_gate_ptr=call.records.key_gate,
             record_indices_ptr=call.indices,
             num_accepted_ptr=call.num_accepted,
+            written_slots_ptr=call.written_slots,
             kept_slots_ptr=call.kept_slots,
             kept_counts_ptr=call.kept_counts,
             a_log_ptr=call.gate.a_log,
             dt_bias_ptr=call.gate.dt_bias,
+            layer_offsets_ptr=offsets,
             max_tokens=call.records.correction.shape[3],
             null_slot=call.null_slot,
             lower_bound=call.gate.lower_bound,

@@ -85,6 +85,10 @@ def verification(call: VerifyCall) -> None:
 @without_autocast
 def commit(call: CommitCall) -> None:
     """The fold of every layer and sequence."""
+    pools, written = tuple(call.states), call.written_slots
+    of_layers = tuple(call.records.of_layer(layer) for layer in range(len(pools)))
+    if call.apart is not None:
+        pools, of_layers = call.apart.pools, call.apart.records
     sequences = zip(
         call.slots.tolist(), call.indices.tolist(), call.num_accepted.tolist(), strict=True
     )
@@ -95,14 +99,15 @@ def commit(call: CommitCall) -> None:
         kept_slot, kept_count = -1, 0
         if call.kept_slots is not None and call.kept_counts is not None:
             kept_slot, kept_count = int(call.kept_slots[n]), int(call.kept_counts[n])
-        for layer, states in enumerate(call.states):
+        to_slot = slot if written is None else int(written[n])
+        for layer, (states, records) in enumerate(zip(pools, of_layers, strict=True)):
             a_log, dt_bias = (None if x is None else x[layer] for x in call.gate[1:3])
             gate = call.gate._replace(a_log=a_log, dt_bias=dt_bias)
-            records, before = call.records.of_layer(layer), states[slot].float()
+            before = states[slot].float()
             if kept_slot >= 0 and kept_slot != call.null_slot and 0 < kept_count <= count:
                 kept = fold(before, records, row, kept_count, gate)
                 states[kept_slot] = as_stored(kept, states.dtype)
-            states[slot] = as_stored(fold(before, records, row, count, gate), states.dtype)
+            states[to_slot] = as_stored(fold(before, records, row, count, gate), states.dtype)
 
 
 def fold(

@@ -62,6 +62,8 @@ _POINTERS = {
     "record_indices_ptr": "*i32",
     "kept_slots_ptr": "*i32",
     "kept_counts_ptr": "*i32",
+    "written_slots_ptr": "*i32",
+    "layer_offsets_ptr": "*i64",
     "conv_weight_ptr": "*fp32",
 }
 _SNAPSHOT_POOL = ("snapshot_indices_ptr", "stride_snapshot_n")
@@ -77,6 +79,8 @@ VARIANTS = {
     "slots": ("conv_bias_ptr", "windows_ptr"),
     "buffers": ("conv_bias_ptr", "num_accepted_ptr"),
     "held": ("conv_bias_ptr", "windows_ptr"),
+    "layers": ("written_slots_ptr", "layer_offsets_ptr"),
+    "layers apart": (),
     "pool": (*_SNAPSHOTS, *_INTERMEDIATE),
     "pool, snapshots": (*_INTERMEDIATE, *_SNAPSHOT_POOL),
     "pool, snapshots in a pool": _INTERMEDIATE,
@@ -150,7 +154,11 @@ def _row_cases(row: Row, dim: int, dtype: torch.dtype, has_ptx: bool) -> Iterato
                 yield f"verify_records {size} {name} {variant}{bounds}", kernel, dtype, variant
             kernel, _ = commit_records_kernel(row.params, dim, dim, GATES[name], has_ptx)
             for states in of_states:
-                yield f"commit_records {size} {name}{states}{bounds}", kernel, dtype, f"all{states}"
+                variant = f"layers{states}"
+                yield f"commit_records {size} {name}{states}{bounds}", kernel, dtype, variant
+            if narrow:  # vLLM's own commit has states in other formats
+                variant = f"layers apart{_FP16_STATES}"
+                yield f"commit_records {size} {name} {variant}{bounds}", kernel, dtype, variant
         elif row.name == "two_stage":
             kernels = _prefill_kernels(row, dim, dtype, GATES[name], 0, has_ptx)
             yield f"intra {size} {name}{bounds}", kernels.intra, dtype, "pool"

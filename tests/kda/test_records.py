@@ -18,6 +18,7 @@ from kda_backend import (
     kda_verify_step,
     reference,
 )
+from kda_backend.contract.calls import CommitCall, LayersApart
 from kda_backend.testing.cases import make_case
 from kda_backend.testing.records import KEY_ERROR, RecordedDrafts
 from kda_backend.testing.regimes import HARD_REGIMES
@@ -227,6 +228,63 @@ def test_layers_are_committed_at_once(backend: Backend, seed: int) -> None:
     for i, x in enumerate(one):
         commit(backend, x, [1, 3])
         assert_same_bits(f"layer {i}", pool[i], x.pools.states.contiguous())
+
+
+def test_layers_that_lie_apart_are_committed_at_once(backend: Backend, seed: int) -> None:
+    """With the bits of layers in one tensor, also where a state goes to another slot than it comes
+    from and one is kept of a boundary before."""
+    one = [drafts(backend, seed + i, (2, 3), steps=1, has_conv=False) for i in range(3)]
+    for x in one:
+        verify(backend, x, 0, None)
+    first = one[0]
+    pool = torch.stack([x.pools.states for x in one])
+    pairs = zip(*(x.records[:2] for x in one), strict=True)
+    stacked = Records(*(torch.stack(pair) for pair in pairs))
+    gates = [x.case.inputs[1] for x in one]
+    a_log, dt_bias = (torch.stack([gate[i].flatten() for gate in gates]) for i in (1, 2))
+    pools, records = tuple(x.pools.states for x in one), tuple(x.records for x in one)
+    counts, kept_counts = first.ints([1, 3]), first.ints([0, 2])
+    written, kept = first.ints([first.slots[0], 0]), first.ints([0, 5])
+    call = CommitCall(
+        GateSpec.of(a_log, dt_bias, None),
+        pools[0][None],
+        Records(*(x[None] for x in records[0][:2])),
+        first.ints(first.rows),
+        first.ints(first.slots),
+        counts,
+        kept,
+        kept_counts,
+        -1,
+        written,
+        LayersApart.of(pools, records),
+    )
+    selection = backend.selection(first.case.shape)
+    selection.verify_records.run(1).commit(call)
+    before = pool.clone()
+    kda_commit_(
+        call.gate,
+        StateRef.pool(pool, call.slots),
+        stacked,
+        call.indices,
+        counts,
+        kept=(kept, kept_counts),
+        selection=selection,
+    )
+    for layer, states in enumerate(pool):
+        source = first.slots[1]
+        states[0] = states[source]  # where the other call writes it
+        states[source] = before[layer, source]
+        assert_same_bits(f"layer {layer}", pools[layer].contiguous(), states)
+
+
+def test_layers_that_are_not_laid_out_alike_are_refused() -> None:
+    pool = torch.zeros(3, 1, 16, 16)
+    records = Records(torch.zeros(2, 1, 3, 16), torch.zeros(2, 1, 3, 32))
+    with pytest.raises(ValueError, match="states of all layers must be laid out alike"):
+        LayersApart.of((pool, pool[::2]), (records, records))
+    odd = torch.zeros(3 * 256 + 1)[1:].view(3, 1, 16, 16)
+    with pytest.raises(ValueError, match="states must begin at multiples of 16 bytes"):
+        LayersApart.of((odd,), (records,))
 
 
 def test_padding_and_rows_that_keep_nothing(backend: Backend, seed: int) -> None:

@@ -64,8 +64,16 @@ class Runner:
             ``"padded"`` (a batch of whole drafts with rows of nobody, as for a graph).
     """
 
-    def __init__(self, model: Model, config: VllmConfig, blocks: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: VllmConfig,
+        blocks: int,
+        seed: int,
+        tolerance: float = 1e-5,
+    ) -> None:
         self.config, self.model, self.random = config, model, random.Random(seed)
+        self.tolerance = tolerance
         self.seen: set[str] = set()
         self.embedding = hidden(VOCABULARY, seed=5)
         self.layers = [build(model, config, index=index) for index in (0, 1)]
@@ -174,7 +182,11 @@ class Runner:
             good, answer = self._accepted(name, tokens[at : at + length], begin)
             want = self.definitions[tuple(self.texts[name])][begin : begin + good]
             for output in outputs:
-                assert relative_error(output[at : at + good], want) < 1e-5, (name, begin, good)
+                assert relative_error(output[at : at + good], want) < self.tolerance, (
+                    name,
+                    begin,
+                    good,
+                )
             if name in drafts and good < length:
                 self.seen.add("short")
             if name in drafts and begin // self.block < (begin + good) // self.block:

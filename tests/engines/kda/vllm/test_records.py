@@ -83,11 +83,18 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GDNAttentionMetadataBuilder, "__init__", init)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_requests_finish_are_preempted_resumed_and_reordered(name: str, as_on_a_gpu: None) -> None:
+@pytest.mark.parametrize(
+    ("name", "states", "tolerance"),
+    [*((name, "float32", TOLERANCE) for name in NAMES), ("Kimi-Linear", "float16", 2e-3)],
+)
+def test_requests_finish_are_preempted_resumed_and_reordered(
+    name: str, states: str, tolerance: float, as_on_a_gpu: None
+) -> None:
     """Whatever is accepted, each output is that of the tokens before it, also behind a prefix whose
     state the cache kept where a block ended among drafts."""
-    runner = Runner(MODELS[name], drafting_config(aligned=True), 16, seed=3)
+    config = drafting_config(aligned=True)
+    config.cache_config.mamba_ssm_cache_dtype = states
+    runner = Runner(MODELS[name], config, 16, seed=3, tolerance=tolerance)
     drawn = random.Random(0)
 
     def tokens(number: int) -> list[int]:
@@ -208,6 +215,36 @@ def test_a_request_takes_no_blocks_for_its_drafts(
     assert per_request < page * (DRAFT - 1) / 20
 
 
+def test_states_in_float16_are_cut_off_where_drafts_are_committed() -> None:
+    """Of all layers of a cache group at once, whose blocks lie apart."""
+    from kda_backend.engines.vllm_records import CommitGroup  # of releases that commit any
+
+    config = drafting_config()
+    config.cache_config.mamba_ssm_cache_dtype = "float16"
+    model = MODELS["Kimi-Linear"]
+    layers = [build(model, config, index=index) for index in (0, 1)]
+    for layer in layers:
+        bind_cache(layer, config)
+        layer.recoverssm_records.committed = True
+    blocks = torch.tensor([[3, 0, 0, 0]], dtype=torch.int32)
+    x, definition = hidden(8 + DRAFT), definition_of(model)
+    group = CommitGroup(config, [layer.prefix for layer in layers])
+    for layer in layers:
+        run_layer(layer, config, x[:8], step_metadata(layer, config, (8,), (0,), blocks, (0,)))
+    for layer in layers:
+        metadata = step_metadata(layer, config, (DRAFT,), (8,), blocks, (1,))
+        run_layer(layer, config, x[8:], metadata)
+    layers[1].recoverssm_records.correction[0, 0, 1, 0] = 1e9
+    metadata.kda_commit.group = group
+    metadata.commit_recoverssm_state(torch.tensor([2], dtype=torch.int32))
+    definition.run(x[:10])
+    states = [layer.kv_cache[1][3] for layer in layers]
+    assert states[0].dtype == torch.float16
+    assert relative_error(states[0], definition.state[0]) < 2e-3
+    assert states[1].isfinite().all() and (states[1][0, 0].abs() == 65504.0).any()
+    assert relative_error(states[1][1:], definition.state[0, 1:]) < 2e-3
+
+
 def test_a_token_behind_which_nothing_is_sampled_is_one_of_the_states() -> None:
     """Also for the runner, which counts by it which block holds the state: here a block's first."""
     config = drafting_config(aligned=True)
@@ -273,9 +310,6 @@ def test_what_is_not_served_is_named_and_keeps_states(
     config.parallel_config.pipeline_parallel_size = 2
     assert "a pipeline's later steps" in refused(config, caplog)
     config = drafting_config()
-    config.cache_config.mamba_ssm_cache_dtype = "float16"
-    assert "float16's range" in refused(config, caplog)
-    config = drafting_config()
     config.offload_config.prefetch.offload_group_size = 2  # Ling-V3's layer is not served then
     assert "a commit reads gates after" in refused(config, caplog, "Kimi-Linear")
     config = drafting_config()
@@ -304,12 +338,25 @@ def test_long_drafts_are_kept_as_records_on_hopper(
         with set_current_vllm_config(config):
             vllm_drafts.keep_records(config, layer, -5.0, KNOWN_TARGETS[gpu])
         assert (layer.recoverssm_records is not None) == has_records
-    monkeypatch.setenv(VARIABLE, "0")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     config = drafting_config(speculative_config=drafts)
     layer = build(MODELS["Ling-V3"], config)
+    config.cache_config.mamba_ssm_cache_dtype = "float16"
+    vllm_drafts.keep_records(config, layer, -5.0, KNOWN_TARGETS[gpu])
+    assert layer.recoverssm_records is None  # in this format one has to ask
+    config.cache_config.mamba_ssm_cache_dtype = "float32"
+    monkeypatch.setenv(VARIABLE, "0")
     vllm_drafts.keep_records(config, layer, -5.0, KNOWN_TARGETS[gpu])
     assert layer.recoverssm_records is None
+
+
+def test_vllms_own_records_of_kimi_k3_are_not_served_beside_float16() -> None:
+    config = drafting_config()
+    config.cache_config.use_replayssm = config.cache_config.use_kda_recoverssm = True
+    layer = build(MODELS["Kimi-K3"], config)
+    assert vllm_drafts.refusal(config, layer) is None
+    config.cache_config.mamba_ssm_cache_dtype = "float16"
+    assert "beyond float16's range" in str(vllm_drafts.refusal(config, layer))
 
 
 def test_another_value_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:

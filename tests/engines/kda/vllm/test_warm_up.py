@@ -86,6 +86,8 @@ def kernels_of(layer: Any, config: Any, launched: list[Variant], steps: list[Vll
         slots = torch.arange(1, 1 + 8 * len(lengths), dtype=torch.int32).view(-1, 8).clamp(max=11)
         metadata = step_metadata(layer, config, lengths, before, slots, accepted)
         run_layer(layer, config, x[: sum(lengths)], metadata)
+        if getattr(metadata, "kda_commit", None) is not None:
+            metadata.commit_recoverssm_state(torch.ones(len(lengths), dtype=torch.int32))
         late = set(launched) - compiled
         assert launched and not late, f"compiled in a step of {lengths}: {sorted(map(str, late))}"
         kernels |= names(launched)
@@ -106,17 +108,20 @@ def test_serving_compiles_nothing(name: str, drafts: bool, launched: list[Varian
     assert ("store_checkpoints_kernel" in found) == model.exports
 
 
+@pytest.mark.parametrize("states", ["float32", "float16"])
 def test_serving_drafts_from_records_compiles_nothing(
-    launched: list[Variant], monkeypatch: pytest.MonkeyPatch
+    states: str, launched: list[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")
     config = caching_config(flag=True, dtype="bfloat16", speculative_config=NGRAM)
+    config.cache_config.mamba_ssm_cache_dtype = states
     layer = build(MODELS["Kimi-Linear"], config)
     if layer.recoverssm_records is None:
         pytest.skip("this release is not served")
     layer.recoverssm_records.committed = True
     found = kernels_of(layer, config, launched, DRAFTED)
     assert "verify_records_kernel" in found and "verify_step_kernel" not in found
+    assert ("commit_records_kernel" in found) == (states == "float16")  # else vLLM's own
 
 
 def test_kimi_k3s_overlapped_projections_compile_nothing(
