@@ -318,7 +318,12 @@ def test_an_interrupt_waits_for_no_answer(pages: dict[str, Any]) -> None:
 
     pages["/v1/completions"] = late
     command = ("eval", "recall", "--base-url", pages["url"], "--num-questions", "3")
-    process = subprocess.Popen([sys.executable, "-m", "backend_cli.main", *command], env=_FROM_HERE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "backend_cli.main", *command],
+        env=_FROM_HERE,
+        # a shell's job in the background, such as these tests may be, ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         assert asked.wait(60)
         process.send_signal(signal.SIGINT)
