@@ -159,7 +159,8 @@ def test_output_goes_to_the_given_buffer_or_over_v(backend: Backend, seed: int) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drift_over_many_steps(backend: Backend, seed: int, dtype: torch.dtype) -> None:
     """The state after many steps in place is as near to float64 as after one, in fp32."""
-    steps = 10_000 if ON_GPU or (backend.name == "torch" and dtype == torch.float32) else 100
+    off_gpu = 2_000 if backend.name == "torch" and dtype == torch.float32 else 100
+    steps = 10_000 if ON_GPU else off_gpu
     case = make_step(seed, steps, device=backend.device, heads=1, has_norm=False)
     pools = StepPools(case, 2, dtype=dtype)
     pools.fill(seed + 1, [1])

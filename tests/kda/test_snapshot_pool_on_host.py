@@ -35,12 +35,12 @@ def i32(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def case_of_four(seed: int, form: str) -> Case:
+def case_of_four(seed: int, form: str, heads: int = 1) -> Case:
     """``one_launch`` takes no sequence of more than a chunk."""
     lengths = [
         min(length, ON.max_longest) if form == "one_launch" else length for length in LENGTHS
     ]
-    found: Case = case_of(seed, lengths, heads=2, regime="weak")
+    found: Case = case_of(seed, lengths, heads=heads, regime="weak")
     return found
 
 
@@ -104,6 +104,7 @@ def assert_as_in_order(
     gap: int | None,
     sources: Path = pipeline.KERNELS,
     dtype: torch.dtype = torch.float32,
+    heads: int = 1,
 ) -> None:
     """Output, states and snapshots have the bits of snapshots one after another, rounded to the
     pool's dtype, and nothing else of the pools has changed.
@@ -111,7 +112,7 @@ def assert_as_in_order(
     Args:
         gap: elements between slots of the pool of snapshots; ``None`` for the states' own pool.
     """
-    case = case_of_four(seed, form)
+    case = case_of_four(seed, form, heads)
     want, mine = filled(case, dtype), filled(case, dtype)
     in_order = torch.full((4, 3, *case.state.shape[1:]), torch.nan)
     want_o = run(monkeypatch, seed, form, case, want, in_order, None)
@@ -131,14 +132,19 @@ def assert_as_in_order(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("gap", "dtype"),
-    [(None, torch.float32), (1, torch.float16)],
+    ("gap", "dtype", "heads"),
+    [(None, torch.float32, 2), (1, torch.float16, 1)],
     ids=["state pool", "fp16 slots that no vector store takes"],
 )
 def test_bits_are_those_of_snapshots_one_after_another(
-    monkeypatch: pytest.MonkeyPatch, seed: int, form: str, gap: int | None, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    form: str,
+    gap: int | None,
+    dtype: torch.dtype,
+    heads: int,
 ) -> None:
-    assert_as_in_order(monkeypatch, seed, form, gap, dtype=dtype)
+    assert_as_in_order(monkeypatch, seed, form, gap, dtype=dtype, heads=heads)
 
 
 @pytest.mark.parametrize("form", FORMS)

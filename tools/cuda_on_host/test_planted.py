@@ -227,7 +227,7 @@ def test_what_mistakes_of_segments_are_planted_in_is_right(
     run_prefill(monkeypatch, seed, regime="weak", **SEGMENTS)
     run_prefill(monkeypatch, seed, regime="weak", in_pool=True, **SEGMENTS)
     run_prefill(monkeypatch, seed, (0, 70), regime="weak", segment_chunks=1)
-    run_prefill(monkeypatch, seed, (700,), regime="weak", segment_chunks=5)
+    run_prefill(monkeypatch, seed, (330,), regime="weak", segment_chunks=3)
 
 
 @pytest.mark.interpreter
