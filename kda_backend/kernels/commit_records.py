@@ -19,9 +19,10 @@ from kda_backend.kernels.functions.state import as_stored
 
 @triton.jit
 def _of_layer(pointer, offset_ptr):
-    """A pointer moved by an offset in units of 16 bytes."""
-    PER_UNIT: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
-    return pointer + tl.load(offset_ptr) * PER_UNIT
+    """A pointer moved by an offset in units of 16 bytes, out of its tensor: as a number, for which
+    no compiler takes the tensor's size for a bound."""
+    address = pointer.to(tl.int64) + tl.load(offset_ptr) * 16
+    return tl.multiple_of(address.to(pointer.dtype), 16)
 
 
 @triton.jit(do_not_specialize=["null_slot", "max_tokens"])
