@@ -91,8 +91,8 @@ def install(backend: Any, runner: Any) -> Sequence[str]:
         return ()
     gain = gain_of_16_bits(runner)
     kernel = KdaKernel(selection, device, *take_scratch(runner, selection))
-    ours = exchange_kernels(backend.kernel_dispatcher, kernel)
     cache = pools.mamba2_layer_cache(layers[0].layer_id)
+    ours = exchange_kernels(backend.kernel_dispatcher, kernel, cache)
     fits = _has_one_launch(layers[0])
     one_launch = "decode" in ours and fits
     if one_launch:
@@ -110,15 +110,22 @@ def install(backend: Any, runner: Any) -> Sequence[str]:
     return ours
 
 
-def exchange_kernels(dispatcher: Any, kernel: KdaKernel) -> list[str]:
+def exchange_kernels(dispatcher: Any, kernel: KdaKernel, cache: Any) -> list[str]:
     """Put ``kernel`` in the place of Triton's in sglang's KDAKernelDispatcher; the phases it has.
 
     A registry of kernels in sglang (#40414) would stand in the place of this function alone.
+
+    Args:
+        cache: the states of one of the model's KDA layers.
     """
     ours = []
     for phase, name in (("prefill", "extend_kernel"), ("decode", "decode_kernel")):
         upstream = getattr(dispatcher, name)
-        if type(upstream) is TritonKDAKernel:
+        if phase == "decode" and cache.replayssm_d is not None:
+            fallback(
+                "decode is sglang's: --enable-linear-replayssm keeps states in a layout of its own"
+            )
+        elif type(upstream) is TritonKDAKernel:
             setattr(dispatcher, name, kernel)
             ours.append(phase)
         else:

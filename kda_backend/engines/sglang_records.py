@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.layers.attention.linear.utils import pp_spec_stable_rows_enabled
@@ -243,7 +244,8 @@ def pool_class(dtype: torch.dtype) -> type[MambaPool]:
             arguments["speculative_num_draft_tokens"] = None  # no buffers of sglang's
             arguments["enable_linear_replayssm_spec"] = False
             super().__init__(**arguments)
-            _add_buffers(self, rows, drafts, dtype)
+            with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):  # freed as states are
+                _add_buffers(self, rows, drafts, dtype)
 
     return RecordsPool
 

@@ -89,7 +89,11 @@ SGLANG_RECORDS = Part.of(
         Seam(f"{_KDA}._translate_mamba_indices", given="mamba_indices"),
         Seam(f"{_MEMORY}:HybridReqToTokenPool", has="mamba_pool_cls mamba_pool"),
         Seam(f"{_MEMORY}:MambaPool.__init__", takes="...", body=True),
-        Seam(f"{_MEMORY}:MambaPool", has="mamba_cache mamba_layer_ids mem_usage SpeculativeState"),
+        Seam(
+            f"{_MEMORY}:MambaPool",
+            has="mamba_cache mamba_layer_ids mem_usage SpeculativeState memory_saver_adapter",
+        ),
+        Seam("sglang.srt.constants:GPU_MEMORY_TYPE_KV_CACHE"),
         Seam(f"{_MEMORY}:MambaPool.get_speculative_mamba2_params_all_layers", takes=""),
         # one commit for all algorithms, by the pool's own words
         Seam("sglang.srt.speculative.spec_utils:commit_mamba_states_after_verify", body=True),

@@ -19,7 +19,8 @@ from kda_backend.layer_checkpoints import Checkpoints
 from kda_backend.selection import KdaSelection, warm_up
 from kda_backend.step_plan import build_step_plan
 
-_warm: dict[Runtime, int] = {}  # tokens of its largest profile run
+_warm: dict[tuple[Runtime, bool], int] = {}
+"""Tokens of the largest profile run of a runtime, of layers with records of drafts and without."""
 
 
 def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
@@ -28,12 +29,14 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
     runtime: Runtime = module.kda_runtime
     x.out.zero_()
     total, device = x.out.shape[0], x.out.device
-    if _warm.get(runtime, -1) >= total:
+    records = records_of(module)
+    engine = (runtime, records is not None)
+    if _warm.get(engine, -1) >= total:
         return
-    # an engine that the same process makes after another may have longer steps, and shares what
-    # was chosen for the first one
-    _warm[runtime] = total
-    pools, records = _scratch_pools(module, device), records_of(module)
+    # an engine that the same process makes after another may have longer steps, or records of
+    # drafts, and shares what was chosen for the first one
+    _warm[engine] = total
+    pools = _scratch_pools(module, device)
     tables = runtime.selection.target.vendor != "cpu"
 
     def tokens(begin: int, end: int) -> Projections:

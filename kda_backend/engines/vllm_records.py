@@ -248,6 +248,9 @@ class Fold:
             tuple(layer.kv_cache[1] for layer in layers),
             tuple(Records(own.correction, own.key_gate) for own in kept),
         )
+        self._states = _as_one_layer(self._layers.pools[0])
+        first = self._layers.records[0]
+        self._records = Records(_as_one_layer(first.correction), _as_one_layer(first.key_gate))
         rows = len(kept[0].correction)
         self._rows = torch.arange(rows, dtype=torch.int32, device=kept[0].correction.device)
 
@@ -266,11 +269,10 @@ class Fold:
             written_slots, kept: as in `CommitCall`.
         """
         a_log, dt_bias = gates
-        pool, records = self._layers.pools[0][None], self._layers.records[0]
         call = CommitCall(
             GateSpec.of(a_log, dt_bias.flatten(1), self._lower_bound),
-            pool,
-            Records(records.correction[None], records.key_gate[None]),
+            self._states,
+            self._records,
             self._rows[: len(slots)],
             slots,
             num_accepted,
@@ -279,7 +281,13 @@ class Fold:
             written_slots,
             self._layers,
         )
-        self._paths.run(len(slots) * pool.shape[2]).commit(call)
+        self._paths.run(len(slots) * self._states.shape[2]).commit(call)
+
+
+def _as_one_layer(x: torch.Tensor) -> torch.Tensor:
+    """x with a dimension of layers, whose stride is the same for every number of slots: by its size
+    Triton compiles another variant."""
+    return x.as_strided((1, *x.shape), (0, *x.stride()))
 
 
 def compile_fold(module: Any, selection: KdaSelection, pools: tuple[torch.Tensor, ...]) -> None:

@@ -22,7 +22,7 @@ def variant(launch: KernelLaunch, args: tuple[Any, ...]) -> Variant:
             aligned = arg.data_ptr() % 16 == 0 or name in unaligned
             key.append((name, arg.dtype, aligned))
         elif type(arg) is int and name not in plain:
-            key.append((name, 1 if arg == 1 else arg % 16 == 0))
+            key.append((name, arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31))
         else:
             key.append((name, type(arg)))
     return tuple(key)

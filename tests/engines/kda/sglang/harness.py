@@ -183,6 +183,7 @@ class Served:
             enable_overlap_schedule=False,
             speculative_num_draft_tokens=self.args.speculative_num_draft_tokens,
             speculative_eagle_topk=self.args.speculative_eagle_topk,
+            enable_linear_replayssm=self.args.enable_linear_replayssm,
             enable_linear_replayssm_spec=self.args.enable_linear_replayssm_spec,
         )
         self.runner.req_to_token_pool = self.pool

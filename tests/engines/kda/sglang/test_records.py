@@ -15,6 +15,8 @@ from sglang.srt.configs.mamba_utils import KimiLinearCacheParams
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.runtime_context import get_exec, get_schedule, publish
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend_core.strict import FallbackError
 from backend_core.target import KNOWN_TARGETS
@@ -80,6 +82,34 @@ def served(request: pytest.FixtureRequest, ling: str) -> Iterator[Served]:
 def test_there_are_no_states_of_drafts(served: Served) -> None:
     assert served.pool.mamba_pool.mamba_cache.intermediate_ssm is None
     assert served.pool.mamba_pool.mamba_cache.replayssm_d is None
+
+
+class Allocated(TorchDispatchMode):
+    """Notes the addresses of tensors that torch makes in it."""
+
+    def __init__(self, addresses: set[int]) -> None:
+        super().__init__()
+        self.addresses = addresses
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        made: torch.Tensor = func(*args, **(kwargs or {}))
+        self.addresses.add(made.untyped_storage().data_ptr())
+        return made
+
+
+def test_records_are_released_with_the_pools(
+    upstreams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under --enable-memory-saver, which frees what is allocated in a region of its own."""
+    freed: set[int] = set()
+    adapter = SimpleNamespace(region=lambda *_, **__: Allocated(freed))
+    monkeypatch.setattr(TorchMemorySaverAdapter, "create", lambda *_, **__: adapter)
+    served = Served(*options(1, FLAG))
+    cache = served.pool.mamba_pool.mamba_cache
+    found = (cache.temporal, cache.intermediate_conv_window[0], *kept_of(served))
+    assert {x.untyped_storage().data_ptr() for x in found} <= freed
 
 
 def test_a_draft_that_the_operator_refuses_ends_the_server(served: Served) -> None:

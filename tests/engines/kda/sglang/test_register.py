@@ -155,6 +155,17 @@ def test_a_kernel_that_sglang_or_a_flag_chose_is_left_alone(
     assert any("pass --linear-attn-prefill-backend triton" in line for line in log_lines)
 
 
+def test_decode_is_left_alone_where_states_are_in_a_layout_of_sglangs(log_lines: list[str]) -> None:
+    """It is said as the model is loaded, and of what ours serve decode is no part."""
+    served = Served("--attention-backend", "kda", "--enable-linear-replayssm")
+    assert served.pool.mamba2_layer_cache(0).replayssm_d is not None
+    assert type(served.dispatcher.extend_kernel) is KdaKernel
+    assert type(served.dispatcher.decode_kernel) is TritonKDAKernel
+    assert "forward_decode" not in vars(served.backend.linear_attn_backend)
+    assert any("decode is sglang's: --enable-linear-replayssm" in line for line in log_lines)
+    assert any("prefill of 2 KDA layers" in line for line in log_lines)
+
+
 def test_another_scale_is_refused() -> None:
     kernel = Served("--attention-backend", "kda").dispatcher.decode_kernel
     x = torch.zeros(1, 2, 128)

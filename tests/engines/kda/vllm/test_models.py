@@ -178,7 +178,7 @@ def test_the_profile_run_warms_up_and_returns_zeros(model: Model, layer: Any, co
     del layer.kv_cache
     vllm_profile._warm.clear()
     assert not run_layer(layer, config, hidden(100), None).any()
-    assert layer.kda_runtime in vllm_profile._warm
+    assert (layer.kda_runtime, False) in vllm_profile._warm
 
 
 @pytest.mark.parametrize("index", [0, 5])

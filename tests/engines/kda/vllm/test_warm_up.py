@@ -124,6 +124,51 @@ def test_serving_drafts_from_records_compiles_nothing(
     assert ("commit_records_kernel" in found) == (states == "float16")  # else vLLM's own
 
 
+def test_an_engine_with_records_after_one_without_compiles_nothing(
+    launched: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both in one process, where the second takes over what was chosen for the first."""
+    config = caching_config(flag=True, dtype="bfloat16", speculative_config=NGRAM)
+    monkeypatch.setenv(VARIABLE, "0")
+    first = build(MODELS["Kimi-Linear"], config)
+    run_layer(first, config, torch.randn(512, 256).bfloat16(), None)
+    assert "verify_step_kernel" in names(launched)
+    launched.clear()
+    monkeypatch.setenv(VARIABLE, "1")
+    config = caching_config(flag=True, dtype="bfloat16", speculative_config=NGRAM)
+    layer = build(MODELS["Kimi-Linear"], config)
+    if layer.recoverssm_records is None:
+        pytest.skip("this release is not served")
+    layer.recoverssm_records.committed = True
+    assert layer.kda_runtime is first.kda_runtime
+    assert "verify_records_kernel" in kernels_of(layer, config, launched, DRAFTED)
+
+
+def test_a_commit_in_a_cache_of_gigabytes_compiles_nothing(
+    launched: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose states of one layer have more elements than an int32 counts."""
+    monkeypatch.setenv(VARIABLE, "1")
+    config = caching_config(flag=True, dtype="bfloat16", speculative_config=NGRAM)
+    config.cache_config.mamba_ssm_cache_dtype = "float16"
+    layer = build(MODELS["Kimi-Linear"], config)
+    if layer.recoverssm_records is None:
+        pytest.skip("this release is not served")
+    from kda_backend.engines.vllm_records import compile_fold  # of releases with any
+
+    run_layer(layer, config, torch.randn(512, 256).bfloat16(), None)
+    compiled = set(launched)
+    bind_cache(layer, config)
+    windows, states = layer.kv_cache
+    slots = 2**31 // states.stride(0) + 1
+    states = torch.empty_strided(
+        (slots, *states.shape[1:]), states.stride(), dtype=states.dtype, device="meta"
+    )
+    launched.clear()
+    compile_fold(layer, layer.kda_runtime.selection, (windows, states))
+    assert names(launched) == {"commit_records_kernel"} and set(launched) <= compiled
+
+
 def test_kimi_k3s_overlapped_projections_compile_nothing(
     launched: list[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
