@@ -166,7 +166,8 @@ class CommitCall(NamedTuple):
             first alone.
         indices, slots, num_accepted, kept_slots, kept_counts, null_slot: as `kda_commit_` takes
             them.
-        written_slots: ``[N]`` int32, where states go; ``None`` for the slots that they come from.
+        written_slots: ``[N]`` int32, where states go; ``None`` for the slots that they come from. A
+            padded one is left as a padded slot is.
     """
 
     gate: GateSpec

@@ -102,7 +102,7 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
             for count in sorted({1, min(2, n), n}):  # Kimi-K3's decodes lie beside drafts
                 verify(*args, drafts(rows[:count]), decodes(count), records)
             if records is not None and records.by_norm:
-                from kda_backend.engines.vllm_records import compile_fold  # of releases with any
+                from kda_backend.engines.vllm_fold import compile_fold
 
                 compile_fold(module, selection, pools)
 

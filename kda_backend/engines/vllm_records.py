@@ -8,7 +8,7 @@ are sampled, and Kimi-K3's kernels fold the records of all layers of a cache gro
 compact the convolution's windows. So between steps a block is what it is without drafts: it can be
 cached, preempted or handed over.
 
-States in float16 are folded by this package's kernel, which cuts off what lies beyond their range.
+States in float16 are folded by this package's kernel (`vllm_fold`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,14 @@ from vllm.v1.attention.backends.recoverssm_metadata import (
     RecoverSSMMetadata,
     RecoverSSMPostprocessMetadata,
 )
-from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.model_states.recoverssm import RecoverSSMState
 
 from backend_core.engines.in_place import in_place_of
 from backend_core.engines.vllm_flag import say
-from kda_backend.contract.calls import CommitCall, LayersApart
-from kda_backend.contract.values import GateSpec, Records
+from kda_backend.contract.values import Records
+from kda_backend.engines import vllm_fold
 from kda_backend.engines.draft_records import VARIABLE
-from kda_backend.selection import KdaSelection
-
-_FOLD = "kda_dsv4_fold"  # on upstream's context
 
 
 @dataclass
@@ -211,8 +207,7 @@ class CommitGroup:
                 layers, **self._sizes, backend="cute" if folded_here else "triton"
             )
             if folded_here:
-                _fold_in_the_place_of_cutes()
-                setattr(self._context, _FOLD, Fold(first.kda_runtime.selection, layers))
+                vllm_fold.install(self._context, first.kda_runtime.selection, layers)
             self._gates = [layer.A_log for layer in layers], [layer.dt_bias for layer in layers]
         a_logs, biases = self._gates
         torch.stack(a_logs, out=self._context.A_log)
@@ -231,95 +226,6 @@ def _as_kimi_k3s(layer: Any) -> SimpleNamespace:
         head_dim=layer.head_dim,
         gate_lower_bound=layer.recoverssm_records.lower_bound,
     )
-
-
-class Fold:
-    """The fold of records of layers whose blocks and records lie apart, by this package's kernel.
-
-    Args:
-        selection: of the layers.
-        layers: with the attributes that upstream's commit reads.
-    """
-
-    def __init__(self, selection: KdaSelection, layers: list[Any]) -> None:
-        kept = [layer.recoverssm_records for layer in layers]
-        self._paths, self._lower_bound = selection.verify_records, kept[0].lower_bound
-        self._layers = LayersApart.of(
-            tuple(layer.kv_cache[1] for layer in layers),
-            tuple(Records(own.correction, own.key_gate) for own in kept),
-        )
-        self._states = _as_one_layer(self._layers.pools[0])
-        first = self._layers.records[0]
-        self._records = Records(_as_one_layer(first.correction), _as_one_layer(first.key_gate))
-        rows = len(kept[0].correction)
-        self._rows = torch.arange(rows, dtype=torch.int32, device=kept[0].correction.device)
-
-    def __call__(
-        self,
-        gates: tuple[torch.Tensor, torch.Tensor],
-        slots: torch.Tensor,
-        num_accepted: torch.Tensor,
-        written_slots: torch.Tensor,
-        kept: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Bring the states of ``slots [N]`` up to date by the first rows of the records.
-
-        Args:
-            gates: A_log ``[L, HV]`` and dt_bias ``[L, HV, K]`` of all layers.
-            written_slots, kept: as in `CommitCall`.
-        """
-        a_log, dt_bias = gates
-        call = CommitCall(
-            GateSpec.of(a_log, dt_bias.flatten(1), self._lower_bound),
-            self._states,
-            self._records,
-            self._rows[: len(slots)],
-            slots,
-            num_accepted,
-            *kept,
-            NULL_BLOCK_ID,
-            written_slots,
-            self._layers,
-        )
-        self._paths.run(len(slots) * self._states.shape[2]).commit(call)
-
-
-def _as_one_layer(x: torch.Tensor) -> torch.Tensor:
-    """x with a dimension of layers, whose stride is the same for every number of slots: by its size
-    Triton compiles another variant."""
-    return x.as_strided((1, *x.shape), (0, *x.stride()))
-
-
-def compile_fold(module: Any, selection: KdaSelection, pools: tuple[torch.Tensor, ...]) -> None:
-    """Compile what a `Fold` launches with a selection for a layer's records and such pools, on a
-    padded request alone."""
-    layer = SimpleNamespace(kv_cache=pools, recoverssm_records=module.recoverssm_records)
-    none = torch.full((1,), -1, dtype=torch.int32, device=pools[1].device)
-    gates = (module.A_log.data.view(1, -1), module.dt_bias.data.view(1, -1))
-    Fold(selection, [layer])(gates, none, none, none, (none, none))
-
-
-def _fold_in_the_place_of_cutes() -> None:
-    """Let a context that has a `Fold` use it where upstream's would use its kernels for SM10x: a
-    plan has been made then, and windows are compacted; a second call changes nothing."""
-    from vllm.models.kimi_k3.nvidia.ops import recoverssm
-
-    upstream = recoverssm.cute_recoverssm_commit
-
-    @in_place_of(recoverssm, "cute_recoverssm_commit")
-    def fold(context: Any, state_indices: torch.Tensor, batch: int, align: bool) -> None:
-        ours = getattr(context, _FOLD, None)
-        if ours is None:
-            upstream(context, state_indices, batch, align)
-            return
-        kept = (context.boundary_state_indices[:batch], context.boundary_recovery_lens[:batch])
-        ours(
-            (context.A_log, context.dt_bias),
-            state_indices[:batch].contiguous(),
-            context.commit_lens[:batch],
-            context.final_state_indices[:batch],
-            kept,
-        )
 
 
 def committing(records: Any, backend: Any) -> Any:

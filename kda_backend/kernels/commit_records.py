@@ -64,7 +64,11 @@ def commit_records_kernel(
     slot = tl.load(state_indices_ptr + i_n).to(tl.int64)
     row = tl.load(record_indices_ptr + i_n).to(tl.int64)
     accepted = accepted_records(num_accepted_ptr, i_n, max_tokens)
-    if (slot < 0) | (slot == null_slot) | (row < 0) | (accepted == 0):
+    written = slot
+    if written_slots_ptr is not None:
+        written = tl.load(written_slots_ptr + i_n).to(tl.int64)
+    nowhere = (slot < 0) | (slot == null_slot) | (written < 0) | (written == null_slot)
+    if nowhere | (row < 0) | (accepted == 0):
         return
     kept_slot, kept_count = slot, 0
     if kept_slots_ptr is not None:
@@ -102,7 +106,5 @@ def commit_records_kernel(
         if i + 1 == kept_count:
             p_kept = state_ptr + kept_slot * stride_state_n + o_state
             tl.store(p_kept, as_stored(b_state, element), mask=m_state)
-    if written_slots_ptr is not None:
-        slot = tl.load(written_slots_ptr + i_n).to(tl.int64)
-    p_state = state_ptr + slot * stride_state_n + o_state
+    p_state = state_ptr + written * stride_state_n + o_state
     tl.store(p_state, as_stored(b_state, element), mask=m_state)

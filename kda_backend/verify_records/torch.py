@@ -94,12 +94,13 @@ def commit(call: CommitCall) -> None:
     )
     for n, (slot, row, accepted) in enumerate(sequences):
         count = max(0, min(accepted, call.records.correction.shape[3]))
-        if slot < 0 or slot == call.null_slot or row < 0 or not count:
+        to_slot = slot if written is None else int(written[n])
+        nowhere = min(slot, to_slot) < 0 or call.null_slot in (slot, to_slot)
+        if nowhere or row < 0 or not count:
             continue
         kept_slot, kept_count = -1, 0
         if call.kept_slots is not None and call.kept_counts is not None:
             kept_slot, kept_count = int(call.kept_slots[n]), int(call.kept_counts[n])
-        to_slot = slot if written is None else int(written[n])
         for layer, (states, records) in enumerate(zip(pools, of_layers, strict=True)):
             a_log, dt_bias = (None if x is None else x[layer] for x in call.gate[1:3])
             gate = call.gate._replace(a_log=a_log, dt_bias=dt_bias)

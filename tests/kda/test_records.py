@@ -233,7 +233,7 @@ def test_layers_are_committed_at_once(backend: Backend, seed: int) -> None:
 def test_layers_that_lie_apart_are_committed_at_once(backend: Backend, seed: int) -> None:
     """With the bits of layers in one tensor, also where a state goes to another slot than it comes
     from and one is kept of a boundary before."""
-    one = [drafts(backend, seed + i, (2, 3), steps=1, has_conv=False) for i in range(3)]
+    one = [drafts(backend, seed + i, (2, 3, 1), steps=1, has_conv=False) for i in range(3)]
     for x in one:
         verify(backend, x, 0, None)
     first = one[0]
@@ -243,8 +243,8 @@ def test_layers_that_lie_apart_are_committed_at_once(backend: Backend, seed: int
     gates = [x.case.inputs[1] for x in one]
     a_log, dt_bias = (torch.stack([gate[i].flatten() for gate in gates]) for i in (1, 2))
     pools, records = tuple(x.pools.states for x in one), tuple(x.records for x in one)
-    counts, kept_counts = first.ints([1, 3]), first.ints([0, 2])
-    written, kept = first.ints([first.slots[0], 0]), first.ints([0, 5])
+    counts, kept_counts = first.ints([1, 3, 1]), first.ints([0, 2, 0])
+    written, kept = first.ints([first.slots[0], 0, -1]), first.ints([0, 6, 0])
     call = CommitCall(
         GateSpec.of(a_log, dt_bias, None),
         pools[0][None],
@@ -261,6 +261,7 @@ def test_layers_that_lie_apart_are_committed_at_once(backend: Backend, seed: int
     selection = backend.selection(first.case.shape)
     selection.verify_records.run(1).commit(call)
     before = pool.clone()
+    counts[2] = 0  # a state that has nowhere to go stays as it is
     kda_commit_(
         call.gate,
         StateRef.pool(pool, call.slots),

@@ -154,7 +154,7 @@ def test_a_commit_in_a_cache_of_gigabytes_compiles_nothing(
     layer = build(MODELS["Kimi-Linear"], config)
     if layer.recoverssm_records is None:
         pytest.skip("this release is not served")
-    from kda_backend.engines.vllm_records import compile_fold  # of releases with any
+    from kda_backend.engines.vllm_fold import compile_fold
 
     run_layer(layer, config, torch.randn(512, 256).bfloat16(), None)
     compiled = set(launched)
