@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from backend_core.contracts import whole_number
 from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
 from backend_core.tables.load import serving
 from mla_backend.launch_params import TABLES
@@ -79,10 +80,7 @@ def _describe_sparse(target: Target, heads: int) -> ModelPaths:
 
 def _heads(config: ModelConfig, ranks: int) -> int:
     """Query heads of one of ``ranks`` GPUs."""
-    try:
-        heads = int(config["num_attention_heads"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the configuration must have num_attention_heads: {error}") from error
+    heads = whole_number("num_attention_heads", config.get("num_attention_heads"))
     if heads % ranks:
         raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
     return heads // ranks
