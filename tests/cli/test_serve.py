@@ -288,6 +288,18 @@ def test_deepseek_v4(
     assert_one_sentence(err)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["deepseek_v4", "deepseek_v41"])
+def test_the_attention_of_deepseek_v4_and_v41_is_described(
+    kind: str, engine: str, engines: Callable[..., None], tmp_path: Path
+) -> None:
+    folder = model(tmp_path, {"model_type": kind, "num_attention_heads": 64})
+    options = ["--engine", engine, "--dry-run", "--tensor-parallel-size", "8"]
+    code, out, _ = run("serve", folder, *options)
+    assert code == 0 and "  8 heads per GPU" in out and "  attention in decodes, where" in out
+    assert re.search(r"sparse_mla, decode +any size", out)
+
+
 def test_no_such_model(engines: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
