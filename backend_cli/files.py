@@ -71,8 +71,9 @@ def read_json(path: Path, what: str, most: int = RESULT_BYTES) -> Any:
     """
 
     def read(path: Path) -> Any:
+        text = read_text(path, most)
         try:
-            return parse_json(read_text(path, most))
+            return parse_json(text)
         except ValueError as error:
             raise ValueError(f"{what} {path} must be JSON, got {error}") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend_core.contracts import check_scale
+from backend_core.contracts import check_scale, number
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.ready import layout_of
 from block_sparse_backend.contract import (
@@ -58,7 +58,7 @@ def block_sparse_attention(
     if is_elsewhere(q):
         return run_there(q, block_sparse_attention, locals())
     refuse_gradients(q, k, v)
-    scale = None if scale is None else float(scale)
+    scale = None if scale is None else number("scale", scale)
     off = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     layout = layout_of(q, k, v, out, lse), off, scale, path
     run: BlockSparseRun | None = plan.prepared.get(layout)

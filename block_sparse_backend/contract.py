@@ -15,6 +15,7 @@ from backend_core.contracts import (
     expect_stride,
     expect_tensor,
     expect_tensors,
+    number,
     whole_number,
 )
 from block_sparse_backend.plan.block_plan import BlockPlan
@@ -62,7 +63,7 @@ def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
 def scale_of(q: Tensor, scale: float | None) -> float:
     """The factor of the logits, by default 1 / sqrt(D). It has not been checked."""
     if scale is not None:
-        return float(scale)
+        return number("scale", scale)
     # no channel, or no dimension, is refused by the checks that follow
     return (q.shape[-1] or 1) ** -0.5 if q.dim() else 1.0
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend_core.contracts import expect_device, expect_shape
+from backend_core.contracts import expect_device, expect_shape, number
 from backend_core.launch.streams import is_capturing
 from block_sparse_backend.block_sparse import block_sparse_attention
 from block_sparse_backend.contract import readable, refuse_gradients
@@ -89,7 +89,7 @@ class VideoAttention:
             ValueError: the tensors do not fit the settings.
         """
         if torch.compiler.is_compiling():
-            scale = None if scale is None else float(scale)
+            scale = None if scale is None else number("scale", scale)
             out: Tensor = _opaque(q, k, v, scale, self._text)
             return out
         return self._attention(q, k, v, scale)

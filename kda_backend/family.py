@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from backend_core.contracts import whole_number
 from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
 from backend_core.tables.load import serving
 from kda_backend.launch_params import TABLES
@@ -116,8 +117,8 @@ def _heads(config: ModelConfig) -> tuple[int, int, bool]:
             if names[0] not in config:  # transformers writes both kinds of names
                 names = ("num_attention_heads", "head_dim")
     try:
-        heads, dim = (int(linear[name]) for name in names)
-    except (KeyError, TypeError, ValueError) as error:
+        heads, dim = (whole_number(name, linear.get(name)) for name in names)
+    except ValueError as error:
         raise ValueError(f"{where} must have {' and '.join(names)}: {error}") from error
     if heads < 1 or dim < 1:
         raise ValueError(f"{' and '.join(names)} must be positive, got {heads} and {dim}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from backend_core.contracts import once
+from backend_core.contracts import number, once
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection, select
 from backend_core.target import Target, detect_target
@@ -86,7 +86,7 @@ def mla_decode(
         raise ValueError(f"plan must be a plan of MlaPlanner, got {type(plan).__name__}")
     if is_elsewhere(plan.lengths):
         return run_there(plan.lengths, mla_decode, locals())
-    spec, prefix, scale = selection.spec, plan.prefix, float(scale)
+    spec, prefix, scale = selection.spec, plan.prefix, number("scale", scale)
     q, kv = (q_latent, q_rope), (kv_latent, kv_rope)
     heads = None if prefix is None else prefix.num_heads
     step = (plan.lengths, plan.query_tokens, heads)

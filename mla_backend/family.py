@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from backend_core.contracts import whole_number
 from backend_core.family import CheckCase, Family, ModelConfig, ModelPaths, TuneSpace
 from backend_core.tables.load import serving
 from mla_backend.launch_params import TABLES
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 
 ENGINE_KERNEL = "fa3"
 """The kernel with which engines decode dense MLA on Hopper: FlashAttention 3."""
+SPARSE_MODELS = ("deepseek_v4", "deepseek_v41")
+"""The ``model_type`` of models whose attention names rows."""
 
 
 def model_refusal(config: ModelConfig) -> str | None:
     """Why a model has no MLA layers that are served here, or ``None``."""
-    if config.get("model_type") == "deepseek_v4":
+    if config.get("model_type") in SPARSE_MODELS:
         return None
     if (config.get("kv_lora_rank"), config.get("qk_rope_head_dim")) != (512, 64):
         return "MLA decode needs kv_lora_rank 512 and qk_rope_head_dim 64"
@@ -40,7 +43,7 @@ def describe_model(target: Target, config: ModelConfig, ranks: int, engine: str)
         LookupError: no table for the target, or the engine's own kernel is not behind there.
     """
     heads = _heads(config, ranks)
-    if config.get("model_type") == "deepseek_v4":
+    if config.get("model_type") in SPARSE_MODELS:
         return _describe_sparse(target, heads)
     from mla_backend.beside import result_file, select_beside, sizes_in_words
     from mla_backend.spec import MlaSpec
@@ -59,7 +62,7 @@ def describe_model(target: Target, config: ModelConfig, ranks: int, engine: str)
 
 
 def _describe_sparse(target: Target, heads: int) -> ModelPaths:
-    """DeepSeek-V4's attention in vLLM and sglang."""
+    """The attention of DeepSeek-V4 and V4.1 in vLLM and sglang."""
     from mla_backend.beside import result_file
     from mla_backend.engines.sparse_layer import FLASHMLA, calls_in_words, sparse_paths
 
@@ -79,10 +82,7 @@ def _describe_sparse(target: Target, heads: int) -> ModelPaths:
 
 def _heads(config: ModelConfig, ranks: int) -> int:
     """Query heads of one of ``ranks`` GPUs."""
-    try:
-        heads = int(config["num_attention_heads"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the configuration must have num_attention_heads: {error}") from error
+    heads = whole_number("num_attention_heads", config.get("num_attention_heads"))
     if heads % ranks:
         raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
     return heads // ranks

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from backend_core.contracts import once
+from backend_core.contracts import number, once
 from backend_core.launch.streams import is_elsewhere, run_there
 from backend_core.operator import Selection, select
 from backend_core.target import Target, detect_target
@@ -80,7 +80,7 @@ def sparse_mla(
     """
     if is_elsewhere(q):
         return run_there(q, sparse_mla, locals())
-    scale = float(scale)  # a tensor is no part of what calls agree in
+    scale = number("scale", scale)  # a tensor is no part of what calls agree in
     extra_rows = None if extra is None else (extra.cache, extra.indices, extra.lengths)
     tensors = (q, (rows.cache, rows.indices, rows.lengths), extra_rows, sinks)
     run, layout = _ready(selection, *tensors, out, lse, scale, splits)

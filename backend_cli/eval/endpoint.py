@@ -176,6 +176,9 @@ class Endpoint:
                 raise NotThereError(f"{self.base_url} has no {path}") from None
             kind = PassingError if error.code in _PASSING else BadInputError
             said = self._hidden(_said(_begin_of(error, self.timeout)))
+            if 300 <= error.code < 400:
+                where = self._hidden(error.headers.get("Location", "nowhere"))
+                said = f"a redirect to {where}, to which nothing is sent unless --base-url names it"
             raise kind(f"{self.base_url}{path} answered {error.code}: {said}") from None
         except ValueError as error:
             said = self._hidden(str(error))

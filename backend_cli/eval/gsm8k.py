@@ -58,7 +58,7 @@ def gsm8k(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     concurrency: Annotated[
-        int, typer.Option(min=2, help="Questions that are asked at the same time.")
+        int, typer.Option(min=1, help="Questions that are asked at the same time.")
     ] = 32,
     timeout: Timeout = 600.0,
     flags: Flags = None,

@@ -152,8 +152,9 @@ def _lines(text: str) -> list[str]:
 def read_questions(path: str | Path) -> QuestionSet:
     """Read a question set that ``benchmarks/recall/make_questions.py`` wrote. Raises ValueError
     where the file is not of that form."""
+    content = read_text(Path(path), RESULT_BYTES)
     try:
-        header, *rest = map(parse_json, _lines(read_text(Path(path), RESULT_BYTES)))
+        header, *rest = map(parse_json, _lines(content))
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']!r}")
         size = header["pool"]

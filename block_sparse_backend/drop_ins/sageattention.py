@@ -15,7 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from backend_core.contracts import expect_device, expect_shape, expect_tensors, whole_number
+from backend_core.contracts import (
+    expect_device,
+    expect_shape,
+    expect_tensors,
+    number,
+    whole_number,
+)
 from block_sparse_backend.contract import empty_output
 from block_sparse_backend.plan import kept
 from block_sparse_backend.sage import DEFAULT_MODE, packed_attention, quantised_attention
@@ -82,7 +88,7 @@ def sageattn(
     (q, k, v), d, sm_scale = _padded(q, k, v, sm_scale)
     if torch.compiler.is_compiling():
         # a tensor's number parts the graph, as the operator takes none
-        numbers = bool(is_causal), float(sm_scale)
+        numbers = bool(is_causal), number("sm_scale", sm_scale)
         out, lse = _opaque(q, k, v, *numbers, mode.fp8_values)
     else:
         out, lse = _attend(q, k, v, is_causal, sm_scale, mode)

@@ -73,7 +73,7 @@ def spas_sage2_attn_meansim_cuda(
     Raises:
         ValueError: an argument is not as described or not served.
     """
-    _refuse(attn_mask, dropout_p, smooth_k)
+    _refuse(attn_mask, dropout_p, smooth_k, output_dtype)
     q, k, v = heads_first(tensor_layout, q, k, v)
     cdf = _of_heads("cdfthreshd", cdfthreshd, q.shape[1])
     likeness = _of_heads("simthreshd1", simthreshd1, q.shape[1])
@@ -106,7 +106,7 @@ def spas_sage2_attn_meansim_topk_cuda(
 ) -> Result:
     """Do as ``spas_sage2_attn_meansim_cuda``, with a share ``topk`` of the blocks kept; it
     too is a number, or one for each head."""
-    _refuse(attn_mask, dropout_p, smooth_k)
+    _refuse(attn_mask, dropout_p, smooth_k, output_dtype)
     if cdfthreshd is not None:
         raise ValueError(f"cdfthreshd must be None where topk chooses, got {cdfthreshd}")
     q, k, v = heads_first(tensor_layout, q, k, v)
@@ -145,7 +145,7 @@ def block_sparse_sage2_attn_cuda(
 ) -> Result:
     """Attention over the blocks of a map: ``mask_id`` bool or int [B, H, tiles, blocks], tiles of
     64 queries by 128 keys (the original's SM90 map) or 128 by 64 (its map elsewhere)."""
-    _refuse(None, dropout_p, smooth_k)
+    _refuse(None, dropout_p, smooth_k, output_dtype)
     q, k, v = heads_first(tensor_layout, q, k, v)
     b, h, m, n = *q.shape[:3], k.shape[2]
     shapes = {(b, h, -(-m // bm), -(-n // bn)): (bm, bn) for bm, bn in ((128, 64), (64, 128))}
@@ -205,8 +205,10 @@ def _of_heads(name: str, given: Threshold, heads: int) -> PerHead:
     return found
 
 
-def _refuse(attn_mask: object, dropout_p: float, smooth_k: bool) -> None:
+def _refuse(attn_mask: object, dropout_p: float, smooth_k: bool, output_dtype: object) -> None:
     refuse_mask(attn_mask, dropout_p)
+    if output_dtype is not None and not isinstance(output_dtype, torch.dtype):
+        raise ValueError(f"output_dtype must be a torch.dtype or None, got {output_dtype!r}")
     if not smooth_k:
         raise ValueError("smooth_k must be True: 8-bit keys are always smoothed")
 

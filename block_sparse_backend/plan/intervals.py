@@ -76,8 +76,8 @@ def ragged(
     """Sequences packed one after another along the tokens of batch entry 0.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: int32 [S + 1], where sequences begin and end. Values in host
-            memory are checked; values on a GPU are trusted.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 [S + 1], where sequences begin and end. Values
+            in host memory are checked; values on a GPU are trusted.
         max_q_len, max_kv_len: capacities; what of a sequence is beyond them is left out.
         tokens: the most queries and keys of all sequences together, by which the plan is sized;
             default as many as if each sequence had the most.
@@ -199,7 +199,7 @@ def _expect_sizes(q_len: int, kv_len: int, block_m: int, block_n: int) -> None:
 def _expect_offsets(name: str, offsets: Tensor, most: int | None) -> None:
     if offsets.dim() != 1 or len(offsets) < 2 or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"{name} must be int32 [S + 1] with S at least 1, got {list(offsets.shape)} "
+            f"{name} must be int32 or int64 [S + 1] with S at least 1, got {list(offsets.shape)} "
             f"{offsets.dtype}"
         )
     if offsets.is_cpu:

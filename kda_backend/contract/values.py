@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from backend_core.contracts import number
 from kda_backend.spec import Beta, Gate
 
 
@@ -60,7 +61,7 @@ class TokenInputs(NamedTuple):
             shape = getattr(q, "shape", ())
             scale = (shape[-1] or 1) ** -0.5 if shape else 1.0
         else:
-            scale = float(scale)
+            scale = number("scale", scale)
         return cls(q, k, v, g, beta, beta_kind, l2norm, scale)
 
 
@@ -94,7 +95,7 @@ class GateSpec(NamedTuple):
             if a_log is None:
                 raise ValueError("A_log must be given for the gate without lower_bound, got None")
             return cls(Gate.SOFTPLUS, a_log, dt_bias)
-        bound = float(lower_bound)
+        bound = number("lower_bound", lower_bound)
         if not -5.0 <= bound < 0.0:
             raise ValueError(f"lower_bound must be in [-5, 0), got {bound}")
         return cls(Gate.BOUNDED, a_log, dt_bias, bound)

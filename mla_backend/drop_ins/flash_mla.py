@@ -19,6 +19,18 @@ from mla_backend.contract.sparse_mla import NamedRows, at_one_stride
 from mla_backend.sparse_mla import selection_for, sparse_mla
 from mla_backend.spec_sparse_mla import HEAD_DIM, SparseMlaSpec
 
+_NAMES = {
+    "rows.cache": "k_cache",
+    "rows.indices": "indices",
+    "rows.lengths": "topk_length",
+    "extra.cache": "extra_k_cache",
+    "extra.indices": "extra_indices_in_kvcache",
+    "extra.lengths": "extra_topk_length",
+    "sinks": "attn_sink",
+    "scale": "softmax_scale",
+}
+"""FlashMLA's names of the operator's arguments."""
+
 
 def get_mla_metadata(*args: object, **options: object) -> tuple[None, None]:
     """The schedule of one step, which is empty here; takes FlashMLA's arguments, of any release."""
@@ -105,15 +117,19 @@ def flash_mla_with_kvcache(
         page_size=rows.cache.shape[1],
         extra_page_size=0 if extra is None else extra.cache.shape[1],
     )
-    out, lse = sparse_mla(
-        at_one_stride(q),
-        rows,
-        selection_for(q.device, spec),
-        scale=HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale,
-        extra=extra,
-        sinks=attn_sink,
-        out=out,
-    )
+    try:
+        out, lse = sparse_mla(
+            at_one_stride(q),
+            rows,
+            selection_for(q.device, spec),
+            scale=HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale,
+            extra=extra,
+            sinks=attn_sink,
+            out=out,
+        )
+    except ValueError as error:
+        name, _, said = str(error).partition(" ")
+        raise ValueError(f"{_NAMES.get(name, name)} {said}") from error
     return out, lse.transpose(1, 2).contiguous()
 
 

@@ -26,7 +26,7 @@ from backend_core.target import detect_target
 from mla_backend.engines import seam_list
 from mla_backend.engines.mla_decoder import decode_paths, describe
 from mla_backend.engines.sglang_facts import KERNELS, PAGE_MULTIPLE, mla_layers
-from mla_backend.family import model_refusal
+from mla_backend.family import SPARSE_MODELS, model_refusal
 
 
 def register() -> None:
@@ -110,7 +110,7 @@ def _layer_refusal(runner: Any, upstream: Any) -> str | None:
 
 
 def _is_v4(config: ModelConfig) -> bool:
-    return config.get("model_type") in ("deepseek_v4", "deepseek_v41")
+    return config.get("model_type") in SPARSE_MODELS
 
 
 def _present(backend: Any, runner: Any) -> bool:

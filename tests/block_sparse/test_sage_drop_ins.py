@@ -214,6 +214,9 @@ def test_what_is_no_tensor_is_named(device: torch.device) -> None:
             call()
     with pytest.raises(ValueError, match="mask_id must have one of the shapes"):
         spargeattn.block_sparse_sage2_attn_cuda(q, q, q, [[1]])  # type: ignore[arg-type]
+    text: Any = "float16"
+    with pytest.raises(ValueError, match=r"output_dtype must be a .*, got 'float16'"):
+        spargeattn.spas_sage2_attn_meansim_topk_cuda(q, q, q, output_dtype=text)
     with pytest.raises(ValueError, match="the same in q, k and v, got 96, 96 and 64"):
         sageattention.sageattn(*[q.new_zeros(1, 2, 64, 96)] * 2, q)
     with pytest.raises(ValueError, match="head size must be at most 128 and not 0, got 0"):

@@ -66,6 +66,15 @@ def test_a_scale_that_kernels_cannot_have(device: torch.device, path: str, scale
         predict(q, k, topk=0.5, scale=scale, path=path)
 
 
+@pytest.mark.parametrize("scale", [[0.1], "small", torch.ones(2)])
+def test_a_scale_that_is_no_number_is_named(device: torch.device, scale: Any) -> None:
+    q, k, v = inputs(device)
+    plan = intervals.dense(96, 96, 2, device=device, **BLOCKS)
+    for attend in (block_sparse_attention, quantised_attention):
+        with pytest.raises(ValueError, match=r"^scale must be a number, got"):
+            attend(q, k, v, plan, scale=scale)
+
+
 @both_paths
 def test_logits_far_from_zero(device: torch.device, path: str) -> None:
     """All of a size whose LSE fp32 rounds by more than the logarithm of the number of keys."""

@@ -164,12 +164,15 @@ def test_right_answers_are_scored_right(capfd: pytest.CaptureFixture[str]) -> No
     assert "fatal: not a git repository" not in capfd.readouterr().err
 
 
-def test_a_server_that_stops_half_way(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("concurrency", ["1", "2"])
+def test_a_server_that_stops_half_way(
+    concurrency: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was answered is not asked again."""
     monkeypatch.setattr(endpoint, "RETRY_SECONDS", (0.0,))
     monkeypatch.setattr(server, "_complete", drawn_answer)
     server.answers_left = 4
-    code, out, err = ask_gsm8k(server, "--output", "new/run.json", "--concurrency", "2")
+    code, out, err = ask_gsm8k(server, "--output", "new/run.json", "--concurrency", concurrency)
     assert (code, out) == (2, "")
     kept = Path("new/run.json.answers")
     assert f"the answers are kept in {kept}" in err.splitlines()[-1] and kept.exists()

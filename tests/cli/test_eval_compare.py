@@ -120,6 +120,24 @@ def test_bad_records(tmp_path: Path, first: Any, second: Any, message: str) -> N
     assert_one_sentence(err)
 
 
+@pytest.mark.parametrize(
+    ("before", "behind"), [(["compare"], ["b.json"]), (["recall", "--data-path"], [])]
+)
+def test_files_that_hold_no_text_say_so_alone(
+    before: list[str], behind: list[str], tmp_path: Path
+) -> None:
+    """And are not said to be JSON that is wrong."""
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe{}")
+    for path, message in (
+        (binary, f"{binary} must be UTF-8 text, got invalid start byte\n"),
+        (Path("/dev/null"), "kda-dsv4: expected a regular file, got /dev/null\n"),
+    ):
+        code, out, err = run("eval", *before, str(path), *behind)
+        assert (code, out) == (2, "") and err.endswith(message)
+        assert_one_sentence(err)
+
+
 def test_an_answer_steers_no_terminal(tmp_path: Path) -> None:
     hostile = damaged("answer", "\x1b[2J\x1b]0;title\x07 7")
     hostile["questions"][0]["right"]["flexible"] = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -185,6 +186,8 @@ def test_ling(engine: str, flag: str, engines: Callable[..., None], tmp_path: Pa
 
 
 LLAMA = {"model_type": "llama"}
+DRY = "--dry-run"
+MLA = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 LING_2 = {key: x for key, x in LING.items() if "kda" not in key and key != "short_conv_kernel_size"}
 
 
@@ -204,6 +207,10 @@ LING_2 = {key: x for key, x in LING.items() if "kda" not in key and key != "shor
         (KIMI | {"linear_attn_config": {"kda_layers": [1]}}, ["--engine", "vllm"], 2, "num_heads"),
         (of_kda(num_heads=0), ["--engine", "vllm"], 2, "must be positive, got 0 and 128"),
         (of_kda(head_dim=-128), ["--engine", "sglang"], 2, "must be positive, got 32 and -128"),
+        (of_kda(num_heads=1.5), ["--engine", "vllm", DRY], 2, "must be a whole number, got 1.5"),
+        (of_kda(num_heads=math.inf), ["--engine", "sglang"], 2, "must be a whole number, got inf"),
+        (MLA | {"num_attention_heads": 1.5}, ["--engine", "vllm", DRY], 2, "number, got 1.5"),
+        (MLA, ["--engine", "vllm"], 2, "num_attention_heads must be a whole number, got None"),
         (of_kda(short_conv_kernel_size=5), ["--engine", "vllm"], 1, "must have 4 taps, got 5"),
         (LING_2 | {"kv_lora_rank": None}, ["--engine", "vllm"], 2, "GLM-5.3-Flash or Ling-V3"),
         ({"model_type": "glm5_next"}, ["--engine", "vllm"], 2, "linear_num_heads"),
@@ -279,6 +286,18 @@ def test_deepseek_v4(
     code, _, err = run("serve", "--engine", engine, "--dry-run", folder)
     assert code == 1 and "this machine has no kernel path for this model: no dsv4" in err
     assert_one_sentence(err)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["deepseek_v4", "deepseek_v41"])
+def test_the_attention_of_deepseek_v4_and_v41_is_described(
+    kind: str, engine: str, engines: Callable[..., None], tmp_path: Path
+) -> None:
+    folder = model(tmp_path, {"model_type": kind, "num_attention_heads": 64})
+    options = ["--engine", engine, "--dry-run", "--tensor-parallel-size", "8"]
+    code, out, _ = run("serve", folder, *options)
+    assert code == 0 and "  8 heads per GPU" in out and "  attention in decodes, where" in out
+    assert re.search(r"sparse_mla, decode +any size", out)
 
 
 def test_no_such_model(engines: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

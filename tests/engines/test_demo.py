@@ -19,8 +19,11 @@ from kda_backend.engines import transformers as kda
 TINY = "DeepSeek-V4's KV compressor (tiny model, random weights)"
 
 
-def test_report_and_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_and_last_line(
+    capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
     assert demo.run(2) == 0
+    assert not [str(x.message) for x in recwarn if x.category is FutureWarning]
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "demo: accuracy 1.000, upstream 1.000, 2 questions"
     assert lines[-2].startswith(f"{TINY}: 16 of 16 tokens equal")

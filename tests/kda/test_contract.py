@@ -305,6 +305,8 @@ FUNCTIONAL: list[Refusal] = [
     *of_device("initial_state"),
 ]
 FLA: list[Refusal] = [
+    ("scale of a list", swap(scale=[0.5]), "scale must be a number, got [0.5]"),
+    ("lower bound in words", swap(lower_bound="low"), "lower_bound must be a number, got 'low'"),
     (
         "context parallelism",
         swap(cp_context=object()),

@@ -59,6 +59,7 @@ def other_plan(requests: int, tokens: int) -> MlaPlan:
         ({"block_table": torch.zeros(2, 4)}, "block_table must have dtype int32, got float32"),
         ({"scale": 0.0}, "scale must be positive and finite, got 0.0"),
         ({"scale": float("nan")}, "scale must be positive and finite, got nan"),
+        ({"scale": [0.1]}, r"scale must be a number, got \[0\.1\]"),
         ({"sinks": torch.zeros(5)}, r"sinks must have shape \[4\], got \[5\]"),
         ({"out": torch.zeros(2, 4, 512).bfloat16()}, r"out must have shape \[2, 1, 4, 512\]"),
         ({"lse": torch.zeros(2, 1, 8)[..., ::2]}, "lse must be contiguous"),

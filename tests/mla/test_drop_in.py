@@ -257,12 +257,43 @@ def test_a_plan_that_does_not_fit_is_refused_and_leaves_the_last(
             {"paged_kv_indices_buf_arr": [torch.zeros(9)] * 2},
             r"paged_kv_indices_buf_arr\[0\] must have dtype int32, got float32",
         ),
+        (
+            {"paged_kv_last_page_len_buf_arr": [[0], [0, 0, 0]]},
+            r"paged_kv_last_page_len_buf_arr\[0\] must be a torch.Tensor, got list",
+        ),
+        (
+            {"paged_kv_last_page_len_buf_arr": torch.zeros(2, dtype=torch.int32)},
+            r"paged_kv_last_page_len_buf_arr\[0\] must have shape \[groups\], got \[\]",
+        ),
     ],
 )
 def test_buffers_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     buffers = {**cascade_buffers(torch.device("cpu")), **changes}
     with pytest.raises(ValueError, match=message):
         flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1), **buffers)
+
+
+@pytest.mark.parametrize("levels", [0, "2", 1.5, None])
+def test_levels_and_workspace_that_are_none_are_refused(levels: Any) -> None:
+    with pytest.raises(ValueError, match="num_levels must be a whole number of at least 1, got"):
+        flashinfer.MultiLevelCascadeAttentionWrapper(levels, torch.empty(1))
+    device: Any = "cuda"
+    with pytest.raises(ValueError, match=r"float_workspace_buffer must be a .*, got str"):
+        flashinfer.MultiLevelCascadeAttentionWrapper(1, device)
+
+
+def test_a_caller_that_prewarms_before_a_capture_goes_on() -> None:
+    """As with FlashInfer 0.7.2 and 0.7.4, between ``plan`` and the capture."""
+    cpu = torch.device("cpu")
+    buffers = cascade_buffers(cpu)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1), **buffers)
+    with pytest.raises(ValueError, match="plan must be called before prewarm"):
+        wrapper.prewarm_paged_kv_stride_variant()
+    arrays = [[i32(level, cpu) for level in array] for array in STEPS[0]]
+    wrapper.begin_forward(*arrays, 4, 2, 32, PAGE, **CASCADE)
+    wrapper.prewarm_paged_kv_stride_variant()
+    with pytest.raises(ValueError, match="variant must be \"independent\", got 'shared'"):
+        wrapper.prewarm_paged_kv_stride_variant("shared")
 
 
 @pytest.mark.interpreter
@@ -369,6 +400,9 @@ def test_workspaces_are_taken_and_not_kept() -> None:
         wrapper.reset_workspace_buffer(away, [cpu, cpu])
     with pytest.raises(ValueError, match="int_workspace_buffer must be on cpu, got meta"):
         wrapper.reset_workspace_buffer(cpu, [cpu, away])
+    nothing: Any = None
+    with pytest.raises(ValueError, match=r"int_workspace_buffer must be a .*, got None"):
+        wrapper.reset_workspace_buffer(cpu, [cpu, nothing])
     assert vars(wrapper) == before
 
 

@@ -86,6 +86,15 @@ def test_bad_input_is_refused(change: Any, message: str) -> None:
         ({"extra_topk_length": torch.zeros(1)}, "extra_topk_length must be None without"),
         ({"k_cache": torch.zeros(2, 64, 1, 656).byte()},
          "k_cache must have shape [blocks, page size, 1, 584], got [2, 64, 1, 656]"),
+        ({"indices": torch.zeros(2, 1, 4).long()}, "indices must have dtype int32, got int64"),
+        ({"topk_length": torch.zeros(2).long()}, "topk_length must have dtype int32, got int64"),
+        ({"attn_sink": torch.zeros(9)}, "attn_sink must have shape [8], got [9]"),
+        ({"softmax_scale": 0}, "softmax_scale must be positive and finite, got 0.0"),
+        ({"softmax_scale": [0.1]}, "softmax_scale must be a number, got [0.1]"),
+        ({"extra_k_cache": torch.zeros(2, 2, 1, 584).byte(),
+          "extra_indices_in_kvcache": torch.zeros(2, 1, 4, dtype=torch.int32),
+          "extra_topk_length": torch.zeros(3, dtype=torch.int32)},
+         "extra_topk_length must have shape [2], got [3]"),
     ],
 )  # fmt: skip
 def test_the_drop_in_refuses(changes: dict[str, Any], message: str) -> None:
@@ -95,7 +104,7 @@ def test_the_drop_in_refuses(changes: dict[str, Any], message: str) -> None:
         "cache_seqlens": None, "head_dim_v": 512, "is_fp8_kvcache": True,
         "indices": case.rows.indices,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         flash_mla_with_kvcache(**{**call, **changes})
 
 

@@ -47,8 +47,8 @@ class _Settings:
 class MultiLevelCascadeAttentionWrapper:
     """Attention to keys at several levels, for instance a shared prefix and the requests' own.
 
-    As FlashInfer 0.7.2's wrapper: ``plan`` once per step, ``run`` in every layer. Only the last
-    level is causal. LSEs between the levels are base 2.
+    As the wrapper of FlashInfer 0.7.2 and 0.7.4: ``plan`` once per step, ``run`` in every layer.
+    Only the last level is causal. LSEs between the levels are base 2.
 
     With ``use_cuda_graph`` every plan is written into the memory of the first, and what ``run``
     launches reads nothing else: a captured ``run`` serves the plan that was made last. Plan outside
@@ -79,8 +79,8 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
     ) -> None:
-        if num_levels < 1:
-            raise ValueError(f"num_levels must be at least 1, got {num_levels}")
+        num_levels = whole_number("num_levels", num_levels, 1)
+        expect_tensors(float_workspace_buffer=float_workspace_buffer)
         if kv_layout not in ("NHD", "HND"):
             raise ValueError(f"kv_layout must be NHD or HND, got {kv_layout!r}")
         buffers = (
@@ -120,16 +120,18 @@ class MultiLevelCascadeAttentionWrapper:
         the plan stays.
 
         Raises:
-            ValueError: a buffer is on another device than the wrapper, or the levels have not one
-                each.
+            ValueError: a buffer is no tensor or on another device than the wrapper, or the levels
+                have not one each.
         """
         if len(int_workspace_buffers) != self._num_levels:
             raise ValueError(
                 f"int_workspace_buffers must be {self._num_levels}, one for each level, got"
                 f" {len(int_workspace_buffers)}"
             )
+        expect_tensors(float_workspace_buffer=float_workspace_buffer)
         expect_device("float_workspace_buffer", float_workspace_buffer, self.device)
         for buffer in int_workspace_buffers:
+            expect_tensors(int_workspace_buffer=buffer)
             expect_device("int_workspace_buffer", buffer, self.device)
 
     def plan(
@@ -234,6 +236,18 @@ class MultiLevelCascadeAttentionWrapper:
         self._settings, self._rows = settings, levels[0].rows
 
     begin_forward = plan
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Take FlashInfer's call between ``plan`` and a capture. It loads nothing: there is one
+        kernel for keys and values of any strides, which a ``run`` before the capture compiles.
+
+        Raises:
+            ValueError: nothing is planned, or ``variant`` is not ``"independent"``.
+        """
+        if not self._levels:
+            raise ValueError("plan must be called before prewarm_paged_kv_stride_variant")
+        if variant != "independent":
+            raise ValueError(f'variant must be "independent", got {variant!r}')
 
     def run(self, q: torch.Tensor, paged_kv_cache: KvCache) -> torch.Tensor:
         """Attention of the planned step.

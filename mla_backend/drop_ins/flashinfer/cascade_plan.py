@@ -133,10 +133,12 @@ class LevelBuffers:
 
     def __init__(self, number: int, buffers: Arrays, device: torch.device) -> None:
         self._number, self._buffers = number, buffers
+        names = [f"{name}_buf_arr[{number}]" for name in _NAMES]
+        expect_tensors(**dict(zip(names, buffers, strict=True)))
+        expect_shape(names[3], buffers[3], ("groups",))
         self.groups = buffers[3].shape[0]
         lengths: tuple[int | str, ...] = (self.groups + 1, self.groups + 1, "pages", self.groups)
-        for name, buffer, length in zip(_NAMES, buffers, lengths, strict=True):
-            name = f"{name}_buf_arr[{number}]"
+        for name, buffer, length in zip(names, buffers, lengths, strict=True):
             expect_dtype(name, buffer, torch.int32)
             expect_shape(name, buffer, (length,))
             expect_device(name, buffer, device)
