@@ -82,7 +82,9 @@ def _describe_sparse(target: Target, heads: int) -> ModelPaths:
 
 def _heads(config: ModelConfig, ranks: int) -> int:
     """Query heads of one of ``ranks`` GPUs."""
-    heads = whole_number("num_attention_heads", config.get("num_attention_heads"))
+    if "num_attention_heads" not in config:
+        raise ValueError("the configuration must have num_attention_heads")
+    heads = whole_number("num_attention_heads", config["num_attention_heads"])
     if heads % ranks:
         raise ValueError(f"{heads} heads cannot be split over {ranks} GPUs")
     return heads // ranks
