@@ -19,6 +19,7 @@ NOT_SERVED = {
         "KDA layers inside of prefill graphs",
         "pages of KDA states of AliceAI",
         "records of drafts of Kimi-K3",
+        "records of drafts beside states in float16",
         "records of drafts of other KDA layers",
     },
     "0.33.0": set(),
