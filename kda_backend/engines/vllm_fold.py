@@ -87,11 +87,12 @@ def install(context: Any, selection: KdaSelection, layers: list[Any]) -> None:
     """Let upstream's ``KDARecoverSSMCommitContext`` of these layers, which is made for its kernels
     for SM10x, use a `Fold` in their place: by then it has a plan, and windows are compacted."""
     setattr(context, _FOLD, Fold(selection, layers))
-    _in_the_place_of_cutes()
+    _use_folds()
 
 
-def _in_the_place_of_cutes() -> None:
-    """Let contexts that have a `Fold` use it; a second call changes nothing."""
+def _use_folds() -> None:
+    """Let upstream's commit use the `Fold` of a context that has one; a second call changes
+    nothing."""
     from vllm.models.kimi_k3.nvidia.ops import recoverssm
 
     upstream = recoverssm.cute_recoverssm_commit
