@@ -42,6 +42,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import math
 import os
 import tempfile
 import time
@@ -72,6 +73,7 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions to 
 
 SEQUENCES = 1024  # what `vllm serve` takes on an H200
 PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
+PROFILED_DECODE = (256, 128)
 PARTS = (
     *("first", "calls", "decode", "mixed", "tokens", "profile", "long", "shared", "long_tokens"),
     *serve_work.CROWDS,
@@ -263,7 +265,7 @@ def decode(side: SideFile, asked: Asked, count: int, length: int) -> None:
 
 
 def profiles(asked: Asked) -> list[dict[str, Any]]:
-    """Of each call, the profile of each rank."""
+    """Of each call and of a decode step, the profile of each rank."""
     found = []
     for shape in PROFILED:
         asked.call(*shape)
@@ -271,15 +273,23 @@ def profiles(asked: Asked) -> list[dict[str, Any]]:
         asked.call(*shape)
         ranks = asked.llm.collective_rpc(end_trace)
         found += serve_profile.shown(call_name(*shape), ranks)
-    return found
+    count, length = PROFILED_DECODE
+    prompts = asked.prompts(count, length)
+    new = decode_vllm.new_tokens(count, length, BUDGET)
+    asked.llm.collective_rpc(begin_trace)
+    log = asked.log.of(lambda: asked.generate(prompts, [new] * count))
+    steps = decode_vllm.pure_steps_ms(log, count)
+    ranks = asked.llm.collective_rpc(end_trace, args=(sum(steps), len(steps)))
+    return found + serve_profile.shown(decode_name(count, length), ranks)
 
 
 def begin_trace(worker: Any) -> None:
     worker.trace = serve_profile.Trace()
 
 
-def end_trace(worker: Any) -> dict[str, Any]:
-    return serve_profile.summary(worker.__dict__.pop("trace").spans())
+def end_trace(worker: Any, last_ms: float = math.inf, steps: int = 1) -> dict[str, Any]:
+    spans = worker.__dict__.pop("trace").spans()
+    return serve_profile.summary(serve_profile.last(spans, last_ms), steps)
 
 
 def drawn_engine(attention_backend: str | None, model: str, **options: Any) -> Any:

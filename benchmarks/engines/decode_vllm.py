@@ -56,6 +56,11 @@ def steps_of_prefill(count: int, length: int, budget: int) -> int:
     return 4 + -(-5 * count * length // (4 * budget))
 
 
+def new_tokens(count: int, length: int, budget: int) -> int:
+    """So many of each sequence that at least `STEPS` steps decode all of them."""
+    return STEPS + 4 + (steps_of_prefill(count, length, budget) if count > 1 else 0)
+
+
 def pure_steps_ms(steps: list[tuple[float, int]], count: int) -> list[float]:
     """The times between decode steps of ``count`` sequences, in ms, the last `STEPS` of them.
 
@@ -81,12 +86,11 @@ def step_row(
 ) -> dict[str, Any]:
     """A row of a decode step, of `REPEATS` runs. ``generate(n)``: n tokens of each sequence, for
     each of which a step verifies so many ``drafts``."""
-    new_tokens = STEPS + 4 + (steps_of_prefill(count, length, budget) if count > 1 else 0)
-    new_tokens *= 1 + drafts
+    new = (1 + drafts) * new_tokens(count, length, budget)
     times = [
         ms
         for _ in range(REPEATS)
-        for ms in pure_steps_ms(log.of(lambda: generate(new_tokens)), count * (1 + drafts))
+        for ms in pure_steps_ms(log.of(lambda: generate(new)), count * (1 + drafts))
     ]
     spread = {"least_ms": min(times), "steps": len(times)}
     return row(what or decode_name(count, length), "decode", median(times), **spread)

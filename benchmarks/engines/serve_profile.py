@@ -19,7 +19,7 @@ def shown(what: str, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             f" launches, busy {profile['busy']:.0%} of {profile['span_ms']:.1f} ms"
         )
     top = list(ranks[0]["kernels"].items())[:10]
-    say("    " + "; ".join(f"{name[:44]} {ms:.2f} in {n}" for name, (ms, n) in top))
+    say("    " + "; ".join(f"{name[:44]} {ms:.2f} in {n:g}" for name, (ms, n) in top))
     return [{"what": what, "rank": rank, **profile} for rank, profile in enumerate(ranks)]
 
 
@@ -49,31 +49,38 @@ class Trace:
         ]
 
 
-def summary(spans: list[Span]) -> dict[str, Any]:
+def last(spans: list[Span], ms: float) -> list[Span]:
+    """Those that begin in the last ``ms`` before the end."""
+    end = max((end for _, _, end in spans), default=0.0)
+    return [span for span in spans if span[1] >= end - 1e3 * ms]
+
+
+def summary(spans: list[Span], steps: int = 1) -> dict[str, Any]:
     """Of the kernels and copies of a call, how busy the GPU is.
 
     ``gpu_ms`` is their sum, ``span_ms`` from the first one's start to the last one's end, and
     ``busy`` the share of the span in which at least one runs: what is missing to 1 the GPU waits.
-    ``kernels`` has the `KERNELS` with the most time as name -> [ms, launches].
+    ``kernels`` has the `KERNELS` with the most time as name -> [ms, launches]. Of a call of several
+    ``steps`` all of these are of one, on average.
     """
     if not spans:
         raise ValueError("the profiler saw no kernel: expected at least one, got none")
     by_kernel: dict[str, list[float]] = {}
     for name, start, end in spans:
         at = by_kernel.setdefault(name, [0.0, 0])
-        at[0] += (end - start) / 1e3
-        at[1] += 1
+        at[0] += (end - start) / 1e3 / steps
+        at[1] += 1 / steps
     covered = 0.0
     until = min(start for _, start, _ in spans)
     for _, start, end in sorted(spans, key=lambda span: span[1]):
-        covered += max(0.0, end - max(start, until)) / 1e3
+        covered += max(0.0, end - max(start, until)) / 1e3 / steps
         until = max(until, end)
-    span_ms = (until - min(start for _, start, _ in spans)) / 1e3
+    span_ms = (until - min(start for _, start, _ in spans)) / 1e3 / steps
     return {
         "gpu_ms": sum(ms for ms, _ in by_kernel.values()),
         "span_ms": span_ms,
         "busy": covered / span_ms if span_ms else 1.0,
-        "launches": len(spans),
+        "launches": round(len(spans) / steps),
         "kernels": longest(by_kernel),
     }
 

@@ -376,6 +376,8 @@ def _where_time_goes(report: dict[str, Any]) -> list[str]:
     cells = []
     for a, b in zip(upstream.get("profiles", []), flag.get("profiles", []), strict=False):
         row = next(row for row in report["rows"] if row["what"] == a["what"])
+        if row["kind"] != "call":
+            continue
         steps = next(r for r in flag["rows"] if r["what"] == a["what"]).get("steps", [])
         shown = [
             f"{profile['gpu_ms']:.1f} of {row[f'{side}_ms']:.1f}"

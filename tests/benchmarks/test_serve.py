@@ -48,8 +48,8 @@ class Engine:
         self.llm_engine = types.SimpleNamespace(engine_core=self)
         self.busy = 1  # refuses so often to empty its prefix cache
 
-    def collective_rpc(self, call: Any) -> list[Any]:
-        return [call(self)]
+    def collective_rpc(self, call: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [call(self, *args)]
 
     def reset_prefix_cache(self) -> bool:
         self.busy -= 1
@@ -90,7 +90,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> serve_vllm.Asked:
 
     class Trace:
         def spans(self) -> list[serve_profile.Span]:
-            return [("gemm", 0.0, 2000.0), ("kda_decode_step", 3000.0, 4000.0)]
+            return [
+                *(("gemm", 0.0, 2000.0), ("kda_decode_step", 3000.0, 4000.0)),
+                ("sample", 4000.0, 4000.0),  # in the last step, however short
+            ]
 
     monkeypatch.setattr(serve_profile, "Trace", Trace)
     asked = serve_vllm.Asked()
@@ -129,6 +132,7 @@ def test_every_part_writes_its_rows(asked: serve_vllm.Asked, tmp_path: Path) -> 
         "1 × 512",
         "1 × 2,048",
         "1 × 8,192",
+        "decode step, 256 × 128",
     ]
     assert asked.llm.busy == -1  # emptied before prompts are asked again, but not the long ones
     assert kept["tokens_summary"]["distinct_tokens"] == 1
@@ -184,6 +188,13 @@ def test_the_gpus_busy_share_counts_overlap_once() -> None:
     assert found["kernels"] == {"a": [pytest.approx(0.15), 2], "b": [pytest.approx(0.1), 1]}
     with pytest.raises(ValueError, match="got none"):
         serve_profile.summary([])
+    steps = serve_profile.summary(serve_profile.last([("p", 0.0, 900.0), *shifted(spans)], 0.25), 2)
+    assert steps["span_ms"] == pytest.approx(0.125) and steps["busy"] == pytest.approx(0.8)
+    assert steps["kernels"] == {"a": [pytest.approx(0.075), 1], "b": [pytest.approx(0.05), 0.5]}
+
+
+def shifted(spans: list[serve_profile.Span]) -> list[serve_profile.Span]:
+    return [(name, start + 1000, end + 1000) for name, start, end in spans]
 
 
 CHILD = """
