@@ -80,7 +80,7 @@ def main() -> int:
 
     for first in range(0, len(sides), args.gpus):
         wave = sides[first : first + args.gpus]
-        gpus = serve_sides.gpus(len(wave))
+        gpus = serve_work.gpus(len(wave))
         serve_sides.beside(
             functools.partial(run, gpu, side) for gpu, side in zip(gpus, wave, strict=True)
         )
@@ -134,7 +134,6 @@ def rows_of(engine: str, side: str, data: dict[str, Any]) -> Iterator[dict[str, 
             "running": running,
             "slots": data["engine"].get(SLOTS[engine]),
             "tokens_per_s": None if rate is None else round(rate, 1),
-            "memory_after_load_mib": data["memory_after_load_mib"],
         }
 
 

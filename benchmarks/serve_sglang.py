@@ -301,7 +301,8 @@ def new_tokens(count: int, length: int, drafts: int = 0) -> int:
 def add_step(side: SideFile, asked: Asked, count: int, length: int) -> None:
     """The row of a decode step, by the times between tokens of one sequence."""
     new = new_tokens(count, length, asked.drafts)
-    times = intervals_ms(asked.arrivals(asked.prompts(count, length), new))
+    prompts = asked.prompts(count, length)
+    times = serve_work.timed_again(lambda: intervals_ms(asked.arrivals(prompts, new)))
     spread = {"least_ms": min(times), "steps": len(times)}
     side.add(row(decode_name(count, length), "decode", median(times), **spread))
 

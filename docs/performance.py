@@ -140,7 +140,7 @@ def _headline() -> str:
             drafted,
         ),
         (
-            f"Full server of vLLM with states in 16 bits, 1 GPU, {len(smaller)} loads",
+            f"Full server of vLLM or sglang with states in 16 bits, 1 GPU, {len(smaller)} loads",
             "the engine without the flag, whose states have 32",
             smaller,
         ),

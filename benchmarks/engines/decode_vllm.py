@@ -13,9 +13,9 @@ from itertools import pairwise
 from statistics import median_high as median
 from typing import Any
 
-from benchmarks.engines.serve_work import decode_name, row
+from benchmarks.engines.serve_work import decode_name, row, timed_again
 
-STEPS, REPEATS = 32, 3
+STEPS = 32
 
 
 class StepLog:
@@ -84,14 +84,10 @@ def step_row(
     what: str | None = None,
     drafts: int = 0,
 ) -> dict[str, Any]:
-    """A row of a decode step, of `REPEATS` runs. ``generate(n)``: n tokens of each sequence, for
-    each of which a step verifies so many ``drafts``."""
+    """A row of a decode step. ``generate(n)``: n tokens of each sequence, for each of which a step
+    verifies so many ``drafts``."""
     new = (1 + drafts) * new_tokens(count, length, budget)
-    times = [
-        ms
-        for _ in range(REPEATS)
-        for ms in pure_steps_ms(log.of(lambda: generate(new)), count * (1 + drafts))
-    ]
+    times = timed_again(lambda: pure_steps_ms(log.of(lambda: generate(new)), count * (1 + drafts)))
     spread = {"least_ms": min(times), "steps": len(times)}
     return row(what or decode_name(count, length), "decode", median(times), **spread)
 

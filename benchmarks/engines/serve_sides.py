@@ -24,7 +24,7 @@ from typing import Any
 
 from backend_core.testing.records import write_record
 from benchmarks.engines import serve_agreement
-from benchmarks.engines.serve_work import BY_NAME, CALLS, PATH, SAID, cache_folders
+from benchmarks.engines.serve_work import BY_NAME, CALLS, PATH, SAID, cache_folders, gpus
 from benchmarks.engines.vllm_server import end_group, is_row
 
 UPSTREAM_GRAPHS = "upstream_graphs"  # upstream with prefill graphs of the flag's sizes
@@ -193,19 +193,6 @@ def join(sides: dict[str, Any]) -> dict[str, Any]:
         if all(side in asked for side in SIDES):
             result[name] = serve_agreement.compared(**asked, limit=limit)
     return result
-
-
-def gpus(count: int) -> list[str]:
-    """The first ``count`` GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
-
-    Raises:
-        ValueError: it may use fewer.
-    """
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = [str(i) for i in range(count)] if named is None else named.split(",")
-    if len(found) < count:
-        raise ValueError(f"expected {count} GPUs, got CUDA_VISIBLE_DEVICES={named}")
-    return found[:count]
 
 
 def names_of(sides: dict[str, Any]) -> list[str]:

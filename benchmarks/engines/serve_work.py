@@ -33,6 +33,7 @@ BUDGET = 8192
 """The most tokens of prompts in a step, as ``vllm serve`` has them on an H200."""
 DECODE_SHORT = ((1, 128), (16, 128), (64, 128), (256, 128))
 DECODE_LONG = ((1, 32768), (16, 32768), (64, 32768))
+DECODE_S = 2.0  # for so long a decode step is timed again and again, and twice at least
 SHARED_PROMPT = (64, 8192)  # requests that decode behind one system prompt
 TURNS = 5
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_NEW = 64, (300, 5000), (32, 127)
@@ -200,6 +201,15 @@ def call_times(
     return found
 
 
+def timed_again(steps: Callable[[], list[float]]) -> list[float]:
+    """The times of ``steps``, called for `DECODE_S`: a host is slow for longer than a few steps."""
+    until = time.perf_counter() + DECODE_S
+    times = steps() + steps()
+    while time.perf_counter() < until:
+        times += steps()
+    return times
+
+
 def mixed_part(side: SideFile, asked: Asked) -> None:
     """All requests of the mixed load at once."""
     side.part("mixed load", 20, lambda: side.add(mixed_row(asked.generate)))
@@ -250,9 +260,23 @@ def _crowd(side: SideFile, asked: Asked, name: str) -> None:
     side.add(row(what, "crowd", 1e3 * seconds, tokens_per_s=rate, running=asked.most_running))
 
 
+def gpus(count: int) -> list[str]:
+    """The first ``count`` GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+        ValueError: it may use fewer.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = [str(i) for i in range(count)] if named is None else named.split(",")
+    if len(found) < count:
+        raise ValueError(f"expected {count} GPUs, got CUDA_VISIBLE_DEVICES={named}")
+    return found[:count]
+
+
 def memory_used_mib() -> int | None:
-    """Of the GPU, by all processes; ``None`` without nvidia-smi."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    """Of this process's first GPU, by all processes; ``None`` without nvidia-smi."""
+    (gpu,) = gpus(1)
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpu]
     try:
         found = subprocess.run(query, capture_output=True, text=True, check=True)
         return int(found.stdout.split()[0])

@@ -10,10 +10,11 @@ from docs.performance_parts.page import by_size, load, table
 FULL = (
     "crowd_vllm.json",
     "crowd_vllm_float16.json",
-    "crowd_sglang_float32.json",
+    "crowd_vllm_bfloat16.json",
     "crowd_sglang.json",
     "crowd_sglang_drafts.json",
 )
+FORMATS = ("float32", "float16", "bfloat16")
 SAME_BITS = (
     "same_bits_vllm033.json",
     "same_bits_vllm033_two_gpus.json",
@@ -35,8 +36,8 @@ def full_servers() -> list[str]:
         " Random weights, in the engine's default mode but for the format of KDA's states."
         " The sides of a file load at the same time on GPUs of one host, and run at the same"
         " time once all have loaded, or one after the other. There is room for so many blocks"
-        " of vLLM's cache, or slots of sglang's states. × is the rate over that of the first row of"
-        f" the same load and file. With drafts {drafts} tokens are looked up for each step,"
+        " of vLLM's cache, or slots of sglang's states. × is the rate over that of the same load's"
+        f" first row in a file. With drafts {drafts} tokens are looked up for each step,"
         " of which random prompts accept none: a step verifies so many for one that is"
         " written. sglang, which runs at most 48 requests at a time with drafts unless it is"
         " told to, may run 128 here.",
@@ -72,6 +73,7 @@ def _full(name: str, report: dict[str, Any]) -> Iterator[list[str]]:
     how = ", with drafts" if "drafts" in report else ""
     how += "" if "at_once" in report else ", one after the other"
     rows = [row for row in report["rows"] if row["tokens_per_s"] is not None]
+    rows.sort(key=lambda row: FORMATS.index(row["state"]))
     for row in rows:
         first = next(other for other in rows if other["what"] == row["what"])
         numbers = [f"{row[key]:,}" for key in ("running", "slots")]

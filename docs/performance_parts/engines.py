@@ -17,10 +17,17 @@ SEVERAL_RANKS = (
     "sglang_kimi48b_tp4_fa3.json",
     "sglang_kimi48b_tp4.json",
     "vllm033_kimi48b_tp2.json",
+    "sglang_kimi48b_tp2.json",
 )
 
-# the pairs of README's table; the other one of sglang over four GPUs is not its default
-HEADLINES = (*(name for name in SEVERAL_RANKS if name != "sglang_kimi48b_tp4.json"), *DEFAULT_MODES)
+# sglang on an attention backend that is not its default
+_OTHER_MODES = ("sglang_kimi48b_tp4.json", "sglang_kimi48b_tp2.json")
+
+# the pairs of README's table
+HEADLINES = (*(name for name in SEVERAL_RANKS if name not in _OTHER_MODES), *DEFAULT_MODES)
+
+# later runs of the decode steps alone, with a profile of one, by the pair that they belong to
+_DECODES = {"vllm033_kimi48b_tp4.json": "vllm033_kimi48b_tp4_decode.json"}
 
 # later runs of the loads alone, by the pair whose memory they tell
 _LOADS = {"vllm033_kimi48b.json": "vllm033_kimi48b_load.json"}
@@ -118,6 +125,7 @@ def several_ranks() -> list[str]:
             "",
             *_mixed(report),
             *_busy(report),
+            *_decodes_again(name),
         ]
     return lines
 
@@ -175,8 +183,62 @@ def _where(report: dict[str, Any]) -> str:
 
 def _busy(report: dict[str, Any]) -> list[str]:
     """How busy each rank's GPU is in a call, and what the other time goes to."""
+    cells = _of_ranks(report["sides"]["flag"].get("profiles", []))
+    if not cells:
+        return []
+    return [
+        "A profile of the side with the flag, in ms, from the least to the most of all ranks. An"
+        " all-reduce waits for the slowest rank, and that waiting counts as busy. KDA is this"
+        " package's kernels, as far as they are among the step's twelve longest.",
+        "",
+        *table(["call", *_OF_RANKS], cells),
+        "",
+    ]
+
+
+def _decodes_again(name: str) -> list[str]:
+    """The decode steps of a later run of both sides, and a profile of the largest."""
+    if name not in _DECODES:
+        return []
+    own = _DECODES[name]
+    report = load(own)
+    times = (
+        [
+            row["what"],
+            *(f"{row[f'{side}_ms']:,.1f}" for side in ("upstream", "flag")),
+            f"{row['upstream_ms'] / row['flag_ms']:.2f}",
+        ]
+        for row in both(report, "decode")
+    )
+    profiles = {
+        title: [p for p in report["sides"][side]["profiles"] if p["what"].startswith("decode")]
+        for title, side in (("upstream", "upstream"), ("with the flag", "flag"))
+    }
+    (what,) = {profile["what"] for found in profiles.values() for profile in found}
+    return [
+        f"The decode steps again, of these two sides alone ({report['date']},"
+        f" [{own}](../../benchmarks/results/{own})):",
+        "",
+        *table(["", "upstream", "with the flag", "×"], times),
+        "",
+        f"A profile of one of them ({what}; the profiler makes a step longer). The experts take"
+        " most of it on both sides, and no rank's GPU works all the time: they wait for each other"
+        " in all-reduces and for the engine between two steps.",
+        "",
+        *table(
+            ["side", *_OF_RANKS],
+            [[title, *row[1:]] for title, found in profiles.items() for row in _of_ranks(found)],
+        ),
+        "",
+    ]
+
+
+_OF_RANKS = ("from first to last kernel", "ranks busy", "experts", "all-reduces", "KDA")
+
+
+def _of_ranks(profiles: list[dict[str, Any]]) -> list[list[str]]:
+    """A row of each call: its name and, in ms, what `_OF_RANKS` names."""
     cells = []
-    profiles = report["sides"]["flag"]["profiles"]
     for what in dict.fromkeys(profile["what"] for profile in profiles):
         ranks = [profile for profile in profiles if profile["what"] == what]
         experts = ranks[0]["kernels"].get("fused_moe_kernel", [0.0])[0]
@@ -195,19 +257,12 @@ def _busy(report: dict[str, Any]) -> list[str]:
                 f"{kda:.1f}",
             ]
         )
-    titles = ["call", "from first to last kernel", "ranks busy", "experts", "all-reduces", "KDA"]
-    return [
-        "A profile of the side with the flag, in ms, from the least to the most of all ranks. An"
-        " all-reduce waits for the slowest rank, and that waiting counts as busy. KDA is this"
-        " package's kernels, as far as they are among the step's twelve longest.",
-        "",
-        *table(titles, cells),
-        "",
-    ]
+    return cells
 
 
 _SCANS = ("scan", "scan_split", "segment_ends", "merge_segments")
-_OF_KDA = ("short_conv_kernel", "intra_chunk", *_SCANS)
+_DECODE_STEPS = ("decode_step", "fused_recurrent_kda_packed_decode_kernel")  # ours, upstream's
+_OF_KDA = ("short_conv_kernel", "intra_chunk", *_SCANS, *_DECODE_STEPS)
 
 
 def _is_all_reduce(kernel: str) -> bool:

@@ -77,6 +77,11 @@ def answer(tokens: int) -> Any:
     return types.SimpleNamespace(outputs=[completion], num_cached_tokens=1920)
 
 
+@pytest.fixture(autouse=True)
+def decodes_are_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_work, "DECODE_S", 0.0)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> serve_vllm.Asked:
     vllm = types.ModuleType("vllm")
@@ -176,7 +181,7 @@ def test_a_decode_step_verifies_the_drafts_of_each_sequence() -> None:
     log = types.SimpleNamespace(of=lambda call: (call(), steps)[1])
     steps = [(0.0, 512), *((1.0 + 0.01 * i, 20) for i in range(12)), (2.0, 10)]
     row = decode_vllm.step_row(log, 4, 128, BUDGET, asked.append, drafts=4)
-    assert row["ms"] == pytest.approx(10.0) and row["steps"] == 11 * decode_vllm.REPEATS
+    assert row["ms"] == pytest.approx(10.0) and row["steps"] == 11 * len(asked) == 22
     assert min(asked) >= 5 * decode_vllm.STEPS
 
 
@@ -298,7 +303,7 @@ def test_sides_that_are_spread_have_gpus_of_their_own(
     }
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     with pytest.raises(ValueError, match="expected 4 GPUs, got CUDA_VISIBLE_DEVICES=4,5,6"):
-        serve_sides.gpus(4)
+        serve_work.gpus(4)
 
 
 def test_sides_that_end_at_the_same_time_are_all_in_the_file(
@@ -548,3 +553,12 @@ def test_what_an_engine_compiles_in_its_first_mixed_load_does_not_count() -> Non
     found = serve_work.mixed_row(lambda prompts, new_tokens: next(seconds))
     assert found["ms"] == pytest.approx(3100.0) and found["first_ms"] == 9000.0
     assert found["runs_ms"] == [3000.0, 3200.0]
+
+
+def test_the_memory_of_a_side_is_that_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(query: list[str], **_: Any) -> types.SimpleNamespace:
+        return types.SimpleNamespace(stdout=f"{100 * int(query[query.index('-i') + 1])}\n")
+
+    monkeypatch.setattr(serve_work.subprocess, "run", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert serve_work.memory_used_mib() == 200

@@ -58,6 +58,11 @@ class Engine:
         (self.place / "1" / "TP-0.trace.json.gz").write_bytes(gzip.compress(text))
 
 
+@pytest.fixture(autouse=True)
+def decodes_are_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_work, "DECODE_S", 0.0)
+
+
 def asked() -> serve_sglang.Asked:
     found = serve_sglang.Asked()
     found.engine = Engine()
