@@ -34,7 +34,7 @@ fuzz: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m tools.fuzz --batches $(N) --seed $(SEED)
 
 # In environments with the real vLLM and sglang, kept under ~/.cache; the first time they are fetched.
-# Oldest and newest release of each engine, and one of the others, which changes by the day;
+# The newest release of each engine and, of one of the others, the seams and a family, both by the day;
 # test-engines-all runs every release that is claimed, make test-engines ENGINES="vllm==0.33.0" one alone.
 ENGINES ?=
 test-engines: $(SETUP)

@@ -1,11 +1,12 @@
 """Virtual environments that hold a real engine, and the engine tests run in them.
 
-    python tests/engines/envs.py                    # the newest of each, and of one the other
+    python tests/engines/envs.py                    # the newest of each, and part of another
     python tests/engines/envs.py all                # every tested release
     python tests/engines/envs.py vllm==0.32.0 ...   # these alone
 
 ``envs.toml`` says what goes into each environment, which is made where it is missing. The older
-releases take turns by the day. An environment is kept under ``$XDG_CACHE_HOME/kda-dsv4/engines``
+releases take turns by the day, and so do the families whose tests run in them, next to the tests of
+seams. An environment is kept under ``$XDG_CACHE_HOME/kda-dsv4/engines``
 (by default ``~/.cache``), named after its engine and a hash of its contents. torch, triton,
 transformers and pytest are those of the interpreter that runs this file, found through a ``.pth``
 file: no second torch is downloaded.
@@ -41,15 +42,17 @@ def main(names: list[str]) -> int:
     if unknown := [name for name in names if name not in recipes]:
         print(f"no such engine: {', '.join(unknown)}; there are {', '.join(recipes)}")
         return 2
+    wanted = {name: places_of(name) for name in names}
+    wanted = wanted or folders_of_the_day(recipes, datetime.date.today().toordinal())
     failed, ready = [], {}
-    for name in names or releases_of_the_day(recipes, datetime.date.today().toordinal()):
+    for name in wanted:
         try:
             ready[name] = environment(name, recipes[name])
         except subprocess.CalledProcessError:
             print(f"{name}: no environment, since pip (above) could not have its wheels")
             failed.append(name)
     # one thread of torch each, so as many processes as there are cores, the slow ones first
-    runs = [(name, place) for name in ready for place in places_of(name)]
+    runs = [(name, place) for name in ready for place in wanted[name]]
     runs.sort(key=lambda run: run[1].parent.name not in LONG)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = {
@@ -81,11 +84,15 @@ def load_recipes() -> dict[str, dict[str, Any]]:
     return recipes
 
 
-def releases_of_the_day(recipes: dict[str, dict[str, Any]], day: int) -> list[str]:
-    """The releases that are always run, and that one of the others whose turn it is on a day."""
+def folders_of_the_day(recipes: dict[str, dict[str, Any]], day: int) -> dict[str, list[Path]]:
+    """The folders of tests by release: all of each release that is always run; of that one of the
+    others whose turn it is, those of its seams and of one family."""
     others = [name for name, recipe in recipes.items() if recipe.get("ci") != "always"]
-    turn = others[day % len(others)]
-    return [name for name in recipes if name not in others or name == turn]
+    found = {name: places_of(name) for name in recipes if name not in others}
+    turn, turn_of_family = others[day % len(others)], day // len(others)
+    seams = [place for place in places_of(turn) if place.parent.name == "core"]
+    families = [place for place in places_of(turn) if place not in seams]
+    return {**found, turn: [*seams, families[turn_of_family % len(families)]]}
 
 
 def environment(name: str, recipe: dict[str, Any]) -> Path:

@@ -8,7 +8,7 @@ import pytest
 
 from backend_cli.serve import SERVERS
 from backend_core.engines import ENGINES
-from tests.engines.envs import LONG, load_recipes, places_of, releases_of_the_day
+from tests.engines.envs import LONG, load_recipes, places_of, folders_of_the_day
 
 RECIPES = load_recipes()
 FLA = "fla-core==0.6.0"
@@ -18,9 +18,13 @@ def test_the_tested_releases_have_a_recipe_and_the_newest_are_run_every_day() ->
     said = [f"{name}=={version}" for name in SERVERS for version in ENGINES[name].tested]
     assert list(RECIPES) == [*said, FLA]
     newest = {f"{name}=={ENGINES[name].tested[-1]}" for name in SERVERS}
-    days = [releases_of_the_day(RECIPES, day) for day in range(100, 102)]
+    days = [folders_of_the_day(RECIPES, day) for day in range(100, 108)]
     assert all(len(day) == 4 and {*newest, FLA} <= set(day) for day in days)
-    assert {name for day in days for name in day} == set(RECIPES)
+    assert all(day[name] == places_of(name) for day in days for name in (*newest, FLA))
+    for name in RECIPES:  # an older release has its tests of seams each time, the others in turn
+        places = [day[name] for day in days if name in day]
+        assert {place for day in places for place in day} == set(places_of(name))
+        assert all("core" in {place.parent.name for place in day} for day in places) or name == FLA
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
