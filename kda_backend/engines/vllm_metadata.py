@@ -2,7 +2,8 @@
 checkpoints, and slots for drafts.
 
 vLLM's metadata of KDA layers has the lengths on the GPU alone. Its builder has them in host memory
-too, and ours leaves them with the metadata: by them a prefill chooses its path and its schedule.
+too, and ours leaves them with the metadata: by them a prefill chooses its path and its schedule,
+and prefills that would need much scratch memory are several calls.
 
 Checkpoints are the states inside of a prefill that the prefix cache asks a layer for. The
 scheduler, the cache's manager and the metadata builders all take from a layer's cache spec where
@@ -45,6 +46,22 @@ class ExportsCheckpoints:
     def get_prefill_checkpoint_alignment(self) -> int | None:
         """vLLM makes the blocks of its prefix cache multiples of it."""
         return CHUNK if self.exports else None
+
+
+class NotesRows:
+    """Stands in the place of vLLM's builder of checkpoints, which is given the rows of prefills.
+
+    Attributes:
+        rows: of the step's requests that draft nothing, all that have prefills among them.
+    """
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self.rows: list[int] = []
+
+    def build(self, m: Any, request_rows: list[int]) -> Any:
+        self.rows = request_rows
+        return self._builder.build(m, request_rows)
 
 
 class KeepsLengths:
@@ -95,6 +112,7 @@ def _keeping_lengths(backend: Any) -> Any:
             """Upstream asks for its exact type before it lets a cache group take over another's
             metadata; whether this one may is what one of that type says."""
             super().__init__(*args, **options)
+            self.checkpoint_builder = NotesRows(self.checkpoint_builder)
             exact = vars(upstream(*args, **options))
             for name in ("supports_update_block_table", "mamba_aligned_state_indices"):
                 if name in exact:
@@ -104,7 +122,11 @@ def _keeping_lengths(backend: Any) -> Any:
             self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **options: Any
         ) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, *args, **options)
-            setattr(metadata, _BOUNDS, common_attn_metadata.query_start_loc_cpu)
+            bounds = common_attn_metadata.query_start_loc_cpu
+            if metadata.num_spec_decodes and metadata.num_prefills:  # which lie between drafts
+                lengths = bounds.diff()[self.checkpoint_builder.rows]
+                bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=bounds.dtype), (1, 0))
+            setattr(metadata, _BOUNDS, bounds)
             return metadata
 
         def update_block_table(self, metadata: Any, *args: Any, **options: Any) -> Any:
@@ -128,12 +150,12 @@ def _keeping_lengths(backend: Any) -> Any:
 
 
 def prefill_bounds(metadata: Any, sequences: int, device: torch.device) -> torch.Tensor | None:
-    """Token offsets of a step's prefills, ``[sequences + 1]`` in host memory.
+    """Token offsets of a step's prefills among its tokens that are no drafts', ``[sequences + 1]``
+    in host memory.
 
-    ``None`` beside drafts, whose requests lie between others, and in the capture of a CUDA graph,
-    which is replayed with other lengths.
+    ``None`` in the capture of a CUDA graph, which is replayed with other lengths.
     """
-    if metadata.num_spec_decodes or is_capturing(device):
+    if is_capturing(device):
         return None
     bounds: torch.Tensor = getattr(metadata, _BOUNDS)
     first, offset = metadata.num_decodes, metadata.num_decode_tokens

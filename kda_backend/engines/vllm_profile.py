@@ -44,7 +44,7 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
         return Projections(qkv, g, beta, gate, torch.empty_like(out))
 
     def prefills(lengths: list[int], *, known: bool = False) -> StepPart:
-        """``known``: the host knows the lengths, as in steps without drafts."""
+        """``known``: the host knows the lengths, as everywhere but in a capture."""
         host = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu")
         bounds, n = host.cumsum(0, dtype=torch.int32), len(lengths)
         return StepPart(
@@ -95,21 +95,19 @@ def profile(module: Any, weights: LayerWeights, x: Projections) -> None:
             rows = torch.arange(total, device=device)[:16]
             n = len(rows)
             args = (forced, weights, tokens(0, n), pools)
-            verify(*args, drafts(None), None, records)
+            verify(*args, drafts(None), [], records)
             # gathered from a step with prefills
-            for beside in with_and_without_checkpoints(prefills([n])):
-                verify(*args, drafts(rows), beside, records)
+            for beside in with_and_without_checkpoints(prefills([n], known=True)):
+                verify(*args, drafts(rows), [beside], records)
             for count in sorted({1, min(2, n), n}):  # Kimi-K3's decodes lie beside drafts
-                verify(*args, drafts(rows[:count]), decodes(count), records)
+                verify(*args, drafts(rows[:count]), [decodes(count)], records)
             if records is not None and records.by_norm:
                 from kda_backend.engines.vllm_fold import compile_fold
 
                 compile_fold(module, selection, pools)
 
     warm_up(runtime.selection, run, lambda selection: None)
-    # beside drafts the host does not know the lengths of prefills, and all are one call
-    most = runtime.max_sequences if runtime.max_draft else 1 + PARTIAL_CHUNKS
-    requests = max(1, min(runtime.max_sequences, most, total))
+    requests = max(1, min(runtime.max_sequences, 1 + PARTIAL_CHUNKS, total))
     largest = prefills([total - requests + 1] + [1] * (requests - 1), known=True)
     run_part(runtime, weights, tokens(0, total), pools, largest)
     taken = 0 if runtime.scratch is None else runtime.scratch.nbytes / 2**20

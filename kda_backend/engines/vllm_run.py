@@ -7,6 +7,7 @@ place. Slot 0 is vLLM's null block: padded rows name it, and have no tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ class Runtime:
 
     Attributes:
         scratch: ``None`` where layers run at the same time, so that each call has its own.
-        most_chunks: of the prefills of one call, where the host knows their lengths.
+        most_chunks: of the prefills of one call.
         max_draft: tokens of a draft; 0 without speculative decoding.
         checkpoints: prefills may be asked for states inside of their sequences.
     """
@@ -63,18 +64,19 @@ def run_step(
         setattr(metadata, _STEP, step)
     pools = pools_of(module)
     if step.draft is not None:
-        others = step.prefills[0] if step.prefills else step.decode
-        verify(runtime, weights, whole, pools, step.draft, others, records_of(module))
+        verify(runtime, weights, whole, pools, step.draft, step.others, records_of(module))
         return
-    for part in (step.decode, *step.prefills):
-        if part is not None:
-            x = whole
-            if part.end - part.begin != whole.out.shape[0]:
-                rows = slice(part.begin, part.end)
-                x = Projections(*(tensor[rows] for tensor in whole))
-            run_part(runtime, weights, x, pools, part, is_first=is_first)
+    for part in step.others:
+        run_part(runtime, weights, _rows(whole, part), pools, part, is_first=is_first)
     if step.num_tokens < whole.out.shape[0]:
         whole.out[step.num_tokens :].zero_()
+
+
+def _rows(x: Projections, part: StepPart) -> Projections:
+    """Those of a part."""
+    if part.end - part.begin == x.out.shape[0]:
+        return x
+    return Projections(*(tensor[part.begin : part.end] for tensor in x))
 
 
 def pools_of(module: Any) -> Pools:
@@ -162,13 +164,14 @@ def verify(
     whole: Projections,
     pools: Pools,
     draft: Draft,
-    others: StepPart | None,
+    others: Sequence[StepPart],
     records: Records | None = None,
 ) -> None:
     """Drafts, and the prefills or decodes beside them, whose tokens may lie between those of
     drafts.
 
     Args:
+        others: by their places among the tokens that are no drafts'.
         records: what is kept of the drafts in the place of states. Their windows begin at column 0.
     """
     whole.out.zero_()  # padded tokens belong to no sequence
@@ -189,7 +192,8 @@ def verify(
     if draft.rows is None or draft.others is None:
         return
     whole.out.index_copy_(0, draft.rows, x.out)
-    if others is not None:
+    if others:
         x = gathered(draft.others)
-        run_part(runtime, weights, x, pools, others)
+        for part in others:
+            run_part(runtime, weights, _rows(x, part), pools, part)
         whole.out.index_copy_(0, draft.others, x.out)

@@ -19,6 +19,11 @@ _METADATA = (
         takes="common_prefix_len common_attn_metadata ...",
     ),
     Seam(f"{_GDN}:GDNAttentionMetadataBuilder.update_block_table", takes="metadata ..."),
+    Seam(f"{_GDN}:GDNAttentionMetadataBuilder", has="checkpoint_builder"),
+    Seam(
+        "vllm.model_executor.layers.mamba.checkpoint:MambaPrefillCheckpointBuilder.build",
+        takes="m request_rows",
+    ),
     Seam("vllm.v1.attention.backends.utils:CommonAttentionMetadata", has="query_start_loc_cpu"),
     Seam("vllm.v1.attention.backends.utils:NULL_BLOCK_ID"),
     *each("vllm.model_executor.custom_op", "PluggableLayer.register_oot op_registry_oot"),

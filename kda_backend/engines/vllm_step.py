@@ -63,6 +63,11 @@ class VllmStep:
     prefills: Sequence[StepPart]  # more than one where the step has too many chunks for one call
     draft: Draft | None = None
 
+    @property
+    def others(self) -> list[StepPart]:
+        """All that are no drafts, by their places among the tokens of these."""
+        return [*([] if self.decode is None else [self.decode]), *self.prefills]
+
 
 def build_step(
     m: Any, selection: KdaSelection, plans: dict[Any, StepPlan], most_chunks: int

@@ -8,7 +8,7 @@ import pytest
 
 from backend_cli.serve import SERVERS
 from backend_core.engines import ENGINES
-from tests.engines.envs import LONG, load_recipes, places_of, folders_of_the_day
+from tests.engines.envs import LONG, folders_of_the_day, load_recipes, places_of
 
 RECIPES = load_recipes()
 FLA = "fla-core==0.6.0"

@@ -8,6 +8,7 @@ its own over the same requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,28 +98,35 @@ def test_a_step_plans_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             check(layer, o, x, lengths, slots, definitions)
 
 
+@pytest.mark.parametrize("calls", [[[0, 70, 75]], [[0, 70], [0, 5]]], ids=["one", "two"])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_prefills_beside_drafts_plan_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their offsets are another tensor in each group's metadata."""
+def test_prefills_beside_drafts_plan_once(
+    name: str, calls: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of requests before and after one that drafts, in one call or two. Their offsets are another
+    tensor in each group's metadata."""
     groups = Groups(name, monkeypatch, speculative_config=NGRAM)
+    for layer in groups.layers:
+        most = 3 if len(calls) == 1 else 2  # chunks of a call
+        layer.kda_runtime = replace(layer.kda_runtime, most_chunks=most)
     tables = [
-        torch.tensor([[3, 5, 7, 8], [1, 0, 0, 0]], dtype=torch.int32),
-        torch.tensor([[2, 9, 4, 6], [10, 0, 0, 0]], dtype=torch.int32),
+        torch.tensor([[1, 0, 0, 0], [3, 5, 7, 8], [11, 0, 0, 0]], dtype=torch.int32),
+        torch.tensor([[10, 0, 0, 0], [2, 9, 4, 6], [11, 0, 0, 0]], dtype=torch.int32),
     ]
-    x, _ = groups.step((9,), (0,), [rows[:1] for rows in tables], (0,))
+    x, _ = groups.step((9,), (0,), [rows[1:2] for rows in tables], (0,))
     for definitions in groups.definitions:
-        definitions[0].run(x)
+        definitions[1].run(x)
     groups.built.clear()
     groups.known.clear()
-    lengths = (DRAFT, 70)
-    x, outputs = groups.step(lengths, (9, 0), tables, (1, 0))
-    assert groups.built == [[0, 70]]
-    assert groups.known == [None]  # the host has only the offsets of all requests
+    lengths = (70, DRAFT, 5)
+    x, outputs = groups.step(lengths, (0, 9, 0), tables, (0, 1, 0))
+    assert groups.built == groups.known == calls
     for layer, o, rows, definitions in zip(
         groups.layers, outputs, tables, groups.definitions, strict=True
     ):
+        slots = rows[0, 0], rows[1, -1], rows[2, 0]
         for definition, own, out, slot in zip(
-            definitions, x.split(lengths), o.split(lengths), (rows[0, -1], rows[1, 0]), strict=False
+            definitions, x.split(lengths), o.split(lengths), slots, strict=True
         ):
             assert relative_error(out, definition.run(own)) < TOLERANCE
             assert relative_error(layer.kv_cache[1][slot], definition.state[0]) < TOLERANCE

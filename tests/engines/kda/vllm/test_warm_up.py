@@ -17,6 +17,7 @@ from kda_backend.engines.draft_records import VARIABLE
 from kda_backend.engines.vllm import register
 from tests.engines.kda.vllm import models
 from tests.engines.kda.vllm.harness import (
+    DRAFT,
     NGRAM,
     bind_cache,
     build_layer,
@@ -201,11 +202,15 @@ def test_kimi_k3s_overlapped_projections_compile_nothing(
     assert names(launched) == {"decode_step_kernel"} and set(launched) <= compiled
 
 
+@pytest.mark.parametrize("drafts", [0, 1])
 def test_many_prefills_fit_into_the_scratch_memory_of_a_few(
-    launched: list[Variant], monkeypatch: pytest.MonkeyPatch
+    launched: list[Variant], monkeypatch: pytest.MonkeyPatch, drafts: int
 ) -> None:
+    """By themselves, and before a request that drafts."""
     monkeypatch.setattr(vllm_layer, "PARTIAL_CHUNKS", 16)
-    config = engine_config(flag=True, max_num_seqs=256)
+    config = engine_config(
+        flag=True, max_num_seqs=256, speculative_config=NGRAM if drafts else None
+    )
     config.scheduler_config.max_num_batched_tokens = 512
     layer = build_layer(config)
     x = torch.randn(512, 256)
@@ -215,10 +220,12 @@ def test_many_prefills_fit_into_the_scratch_memory_of_a_few(
     taken, calls = scratch.nbytes, []
     for number in (17, 250):
         launched.clear()
-        lengths = (512 - 2 * (number - 1),) + (2,) * (number - 1)
-        slots = torch.ones(number, 8, dtype=torch.int32)
-        metadata = step_metadata(layer, config, lengths, (0,) * number, slots)
-        assert metadata.num_prefills == number
+        lengths = (512 - 2 * (number - 1) - DRAFT * drafts,) + (2,) * (number - 1)
+        slots = torch.ones(number + drafts, 8, dtype=torch.int32)
+        requests = lengths + (DRAFT,) * drafts, (0,) * number + (9,) * drafts
+        accepted = (0,) * number + (1,) if drafts else None
+        metadata = step_metadata(layer, config, *requests, slots, accepted)
+        assert (metadata.num_prefills, metadata.num_spec_decodes) == (number, drafts)
         run_layer(layer, config, x, metadata)
         calls.append([key[0] for key in launched].count("scan_kernel"))
     assert calls == [1, 11] and scratch.nbytes == taken > 0
