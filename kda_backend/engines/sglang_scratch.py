@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.layers.moe.utils import is_tbo_enabled
 from sglang.srt.model_executor.cuda_graph_config import (
     Backend,
     Phase,
@@ -62,8 +63,8 @@ def take_scratch(runner: Any, selection: KdaSelection) -> tuple[Scratch | None, 
     if (taken := getattr(runner, _TAKEN, None)) is not None:
         shared: tuple[Scratch, int | None] = taken
         return shared
-    # with attention in data parallel the host does not know the lengths of padded steps
-    divides = get_parallel().attn_dp_size == 1
+    # a batch that two-batch overlap has cut may end inside of a request
+    divides = not is_tbo_enabled()
     tokens, requests = largest_prefill(runner, selection, divides=divides)
     scratch = Scratch(torch.device(runner.device))
     grow(scratch, selection, tokens, requests, state_dtype_of(runner))

@@ -57,6 +57,7 @@ SGLANG_LAYERS = Part.of(
         # its memory
         *each(_CONTEXT, "get_schedule get_parallel", takes=""),
         Seam("sglang.srt.configs.hybrid_arch:mambaish_config"),
+        Seam("sglang.srt.layers.moe.utils:is_tbo_enabled", takes=""),
         Seam("sglang.srt.model_executor.cuda_graph_config:check_cuda_graph_backend"),
     ),
 )

@@ -121,12 +121,14 @@ def test_the_prefix_cache_gets_the_state_at_the_last_full_chunk(served: Any) -> 
     assert kernel.supports_track_state_snapshot
 
 
+@pytest.mark.parametrize("padding", [0, 6])
 def test_a_step_of_many_chunks_is_several_calls(
-    served: Any, monkeypatch: pytest.MonkeyPatch
+    served: Any, padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outputs, states and what the prefix cache is to keep are those of one call."""
+    """Outputs, states and what the prefix cache is to keep are those of one call. With attention in
+    data parallel a step has rows of nobody behind its requests."""
     new, prefix, slots = [1, 66, 3], [9, 0, 0], [3, 1, 7]
-    kernel, x = served.dispatcher.extend_kernel, tokens(sum(new), seed=15)
+    kernel, x = served.dispatcher.extend_kernel, tokens(sum(new) + padding, seed=15)
     found = []
     for chunks, calls in ((None, 1), (2, 3)):
         served.fill_pools(seed=14)

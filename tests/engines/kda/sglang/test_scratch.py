@@ -76,6 +76,14 @@ def test_attention_backends_of_one_runner_share_it(
     assert len([line for line in log_lines if "scratch memory of 128 tokens" in line]) == 1
 
 
+def test_calls_are_not_divided_where_two_batches_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a batch may end inside of a request, and the host does not know its lengths."""
+    monkeypatch.setattr(KernelLaunch, "_interpret", lambda self, grid, *args: None)
+    monkeypatch.setattr(sglang_scratch, "is_tbo_enabled", lambda: True)
+    served = installed(monkeypatch, "--chunked-prefill-size", "128")
+    assert served.dispatcher.extend_kernel._most_chunks is None
+
+
 @pytest.mark.parametrize(
     ("options", "divides", "requests"),
     [
