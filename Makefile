@@ -34,8 +34,8 @@ fuzz: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m tools.fuzz --batches $(N) --seed $(SEED)
 
 # In environments with the real vLLM and sglang, kept under ~/.cache; the first time they are fetched.
-# Oldest and newest release of each engine, and one of the others, which changes by the day;
-# test-engines-all runs every release that is claimed, make test-engines ENGINES="vllm==0.33.0" one alone.
+# The newest release of each engine, and of one of them the older one, which changes by the day;
+# test-engines-all runs every tested release, make test-engines ENGINES="vllm==0.33.0" one alone.
 ENGINES ?=
 test-engines: $(SETUP)
 	$(PY) tests/engines/envs.py $(ENGINES)
