@@ -100,28 +100,32 @@ def several_ranks() -> list[str]:
     for name in SEVERAL_RANKS:
         report = load(name)
         ranks = report["sides"]["flag"]["environment"]["ranks"]
-        keys = ("upstream_ms", "upstream_graphs_ms", "flag_ms")
+        rows = [row for row in both(report) if row["kind"] != "load"]
+        others = {"upstream_ms": "upstream"}
+        same_graphs = ""
+        if "upstream_graphs" in report["sides"]:
+            others["upstream_graphs_ms"] = "upstream, same graphs"
+            same_graphs = (
+                " *Same graphs* is upstream with the sizes of prefill graphs that the flag chooses."
+            )
         cells = (
             [
                 row["what"],
-                *(f"{row[key]:,.1f}" if key in row else "" for key in keys),
-                *(f"{row[key] / row['flag_ms']:.2f}" if key in row else "" for key in keys[:2]),
+                *(f"{row[key]:,.1f}" for key in (*others, "flag_ms")),
+                *(f"{row[key] / row['flag_ms']:.2f}" for key in others),
             ]
-            for row in both(report)
-            if row["kind"] != "load"
+            for row in rows
         )
-        titles = ["", "upstream", "upstream, same graphs", "with the flag", "×", "× same graphs"]
+        ratios = ["×", "× same graphs"][: len(others)]
         title = f"Kimi-Linear-48B in {engine_of(report)}{full_attention(report)} on {ranks} GPUs"
         lines += [
             *section(title, report, name),
             "",
             f"The model's configuration with random weights, tensor parallelism over {ranks} GPUs"
             f" of one host; {_where(report)}. Times in ms. A row prompts × tokens is a call that"
-            " returns one token for each prompt. *Same graphs* is upstream with the sizes of"
-            " prefill graphs that the flag chooses by itself. A step that no graph holds takes as"
-            " long as the host needs to launch it, whatever its length.",
+            f" returns one token for each prompt.{same_graphs}",
             "",
-            *table(titles, cells),
+            *table(["", *others.values(), "with the flag", *ratios], cells),
             "",
             *_mixed(report),
             *_busy(report),
@@ -150,16 +154,13 @@ def _mixed(report: dict[str, Any]) -> list[str]:
 
     def of(key: str) -> str:
         parts = steps * whole[key], after * decode[key]
-        return (
-            f"{parts[0]:,.0f} and {parts[1]:,.0f}, together {sum(parts):,.0f} of"
-            f" {load_row[key]:,.0f} ms measured"
-        )
+        return f"{parts[0]:,.0f} + {parts[1]:,.0f} ms ({load_row[key]:,.0f} measured)"
 
     lines = [
         f"The prompts of the mixed load fill {steps:.0f} steps of {work.BUDGET:,} tokens, and its"
-        f" longest answer takes {after:.0f} steps more, which decode at most {work.MIXED_REQUESTS}"
-        f" requests. At the times of those rows this is, with the flag, {of('flag_ms')}; upstream"
-        f" {of('upstream_ms')}. The second number is no prefill's, and the same on both sides.",
+        f" longest answer takes {after:.0f} decode steps more, of at most {work.MIXED_REQUESTS}"
+        f" requests. By the rows of such steps the two would take {of('flag_ms')} with the flag"
+        f" and {of('upstream_ms')} upstream.",
         "",
     ]
     decodes = [row for row in both(report, "decode") if "upstream_graphs_ms" in row]
@@ -187,9 +188,9 @@ def _busy(report: dict[str, Any]) -> list[str]:
     if not cells:
         return []
     return [
-        "A profile of the side with the flag, in ms, from the least to the most of all ranks. An"
-        " all-reduce waits for the slowest rank, and that waiting counts as busy. KDA is this"
-        " package's kernels, as far as they are among the step's twelve longest.",
+        "A profile of the side with the flag, in ms, from the least to the most of all ranks."
+        " Waiting for the slowest rank in an all-reduce counts as busy. *KDA* is this package's"
+        " kernels among the step's twelve longest.",
         "",
         *table(["call", *_OF_RANKS], cells),
         "",
@@ -221,9 +222,8 @@ def _decodes_again(name: str) -> list[str]:
         "",
         *table(["", "upstream", "with the flag", "×"], times),
         "",
-        f"A profile of one of them ({what}; the profiler makes a step longer). The experts take"
-        " most of it on both sides, and no rank's GPU works all the time: they wait for each other"
-        " in all-reduces and for the engine between two steps.",
+        f"A profile of one of them ({what}; the profiler makes a step longer). GPUs wait for each"
+        " other in all-reduces, and for the engine between two steps.",
         "",
         *table(
             ["side", *_OF_RANKS],
@@ -307,14 +307,14 @@ def default_modes() -> list[str]:
 
 def cut_models() -> list[str]:
     """Models with few layers or heads, of the files that are there."""
-    cells, notes = [], []
+    cells, tokens, notes = [], [], []
     for name, title in CUT.items():
         if not (RESULTS / name).exists():
             continue
         report = load(name)
         own = report["sides"]["flag"]["environment"]
         cut = [
-            f"{own[key]} {key}"
+            f"{own[key] or 'no'} {key}"
             for key in ("layers", "heads", "experts", "drafts")
             if own.get(key) is not None
         ]
@@ -329,7 +329,8 @@ def cut_models() -> list[str]:
             cells.append([link, row["what"], *times, ratio, ", ".join(more)])
         machine = f"{report['gpu']}, torch {report['torch']}, {report['date']}"
         note = f"- {title}: {engine_of(report)}, {', '.join(cut)}; {machine}."
-        notes.append(" ".join([note, *_tokens_and_paths(report)]))
+        tokens += [[title, *row] for row in _tokens(report, others)]
+        notes.append(" ".join([note, *_drafts_and_paths(report)]))
     titles = ["model", "call", "upstream", "with the flag", "×", "the flag, otherwise"]
     return [
         "",
@@ -339,31 +340,56 @@ def cut_models() -> list[str]:
         "",
         *table(titles, cells),
         "",
+        "How many prompts have the same greedy tokens in two runs, and in how many of the others"
+        " rounding explains the first token that differs. *Together* is all prompts in one batch,"
+        " *apart* one at a time, *resumed* from the prefix cache, and *otherwise* the last column"
+        " above.",
+        "",
+        *table(["model", "prompts", *_PAIRS], tokens),
+        "",
         *notes,
     ]
 
 
-def _tokens_and_paths(report: dict[str, Any]) -> Iterator[str]:
-    """How greedy tokens agree, which paths prefills took, and which steps ran in graphs."""
-    for key, prompts in (("agreement", "short prompts"), ("agreement_long", "long prompts")):
-        pairs = [
-            f"{what.replace('_', ' ')} {found['same']} of {found['prompts']} the same, and rounding"
-            f" explains {found['explained']} of {len(found['partings'])} differences"
-            for what, found in report.get(key, {}).items()
-            if what.startswith(("upstream", "flag and"))
-        ]
-        if pairs:
-            yield f"Greedy tokens of {prompts}: {'; '.join(pairs)}."
+_PAIRS = {
+    "upstream, together and apart": "upstream together and apart",
+    "upstream and flag, together": "upstream and flag, together",
+    "upstream and flag, apart": "upstream and flag, apart",
+    "upstream and flag, resumed": "upstream and flag, resumed",
+    "flag and otherwise, together": "flag and {}, together",
+    "flag and otherwise, apart": "flag and {}, apart",
+}
+"""Titles of comparisons, and their names in a result; {} is a variant of the flag's side."""
+
+
+def _tokens(report: dict[str, Any], variants: list[str]) -> Iterator[list[str]]:
+    """How greedy tokens agree: a row for short and for long prompts, as far as they were asked."""
+    for key, prompts in (("agreement", "short"), ("agreement_long", "long")):
+        if key not in report:
+            continue
+        pairs = (report[key].get(name.format(*variants or "-")) for name in _PAIRS.values())
+        yield [prompts, *("" if pair is None else _agreed(pair) for pair in pairs)]
+
+
+def _agreed(pair: dict[str, Any]) -> str:
+    said, parted = f"{pair['same']} of {pair['prompts']}", len(pair["partings"])
+    return f"{said}; {pair['explained']} of {parted}" if parted else said
+
+
+def _drafts_and_paths(report: dict[str, Any]) -> Iterator[str]:
+    """Accepted drafts, which paths prefills took, and which steps ran in graphs."""
     yield from _drafts(report)
     flag = report["sides"]["flag"]
+    paths = []
     for path, sizes in flag.get("paths", {}).items():
         how = [f"{len(of)} {kind} sizes of up to {max(of):,}" for kind, of in sizes.items() if of]
-        yield f"Prefills by `{path}`: {', '.join(how)} tokens."
+        paths.append(f"by `{path}` {', '.join(how)} tokens")
+    yield f"Prefills: {'; '.join(paths)}."
     if steps := flag.get("prefill_steps"):
+        alone = f", {steps['replayed']:,} of them of sizes that ran only there"
         yield (
             f"With the flag {steps['in_graphs']:,} of {steps['steps']:,} prefill steps ran in"
-            f" CUDA graphs, {steps['replayed']:,} of them of sizes that no KDA layer saw outside of"
-            " one."
+            f" CUDA graphs{alone if steps['replayed'] else ''}."
         )
 
 
@@ -372,9 +398,9 @@ def _drafts(report: dict[str, Any]) -> Iterator[str]:
     for side, data in report["sides"].items():
         if found := data.get("drafts"):
             line = f"Drafts, {side}: {found['accepted']:,} of {found['draft']:,} accepted"
-            if "blocks_kib" in found:
-                line += f"; a request takes {found['blocks_kib']:,.0f} KiB of the cache for states"
-                line += f" and {found['records_kib']:,.0f} KiB of records"
+            sizes = {"blocks_kib": "the cache for states", "records_kib": "records"}
+            parts = [f"{found[k]:,.0f} KiB of {what}" for k, what in sizes.items() if found.get(k)]
+            line += f"; a request takes {' and '.join(parts)}" if parts else ""
             yield line + "."
 
 
