@@ -37,7 +37,9 @@ TINY_TOKENS = 16
 _TINY_PROMPT = 120  # windows of 128 tokens end among those generated
 
 MODEL = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
-SERVE = tuple(f"kda-dsv4 serve {MODEL} --engine {engine}" for engine in ("vllm", "sglang"))
+SERVE = tuple(
+    f"kda-dsv4 serve --engine {engine} {MODEL} --trust-remote-code" for engine in ("vllm", "sglang")
+)
 
 
 @dataclass

@@ -13,7 +13,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from docs.performance_parts import block_sparse, crowds, drop_ins, dsv4, engines, kda, mla
+from docs.performance_parts import (
+    block_sparse,
+    crowds,
+    cut_models,
+    drop_ins,
+    dsv4,
+    engines,
+    kda,
+    mla,
+)
 from docs.performance_parts.page import ROOT, best, load, mean, table
 
 DOCS = ROOT / "docs"
@@ -62,7 +71,7 @@ def pages() -> dict[str, tuple[str, list[str]]]:
                 *engines.default_modes(),
                 *crowds.full_servers(),
                 *engines.bounded_gates(),
-                *engines.cut_models(),
+                *cut_models.cut_models(),
                 *engines.recall(),
                 *crowds.same_bits(),
                 *engines.first_start(),

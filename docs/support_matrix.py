@@ -47,51 +47,55 @@ and the files under `benchmarks/results/`; CI fails where it is out of date.
 """
 
 
-def _of_sglang(model: str) -> str:
-    """The tests that a model's KDA layers have passed in sglang."""
-    file = RESULTS / f"sglang_{model}.json"
-    if not file.exists():
-        return "the kernel of the KDA layers; tested with random inputs only"
-    return f"the kernel of the KDA layers; [tokens with random weights]({_link(file)})"
-
-
 def _link(file: Path) -> str:
     return f"../{file.relative_to(ROOT).as_posix()}"
 
 
-_MLA = "MLA decode where it was measured to be faster"
-_MLA_SGLANG = f"{_MLA}, with `--page-size 64`; CPU"
-_ATTENTION = "[attention](families/mla.md) where it was measured to be faster"
-_ATTENTION_V41 = f"{_ATTENTION}; 0.33, a small model"
-_SGLANG_V41 = f"compressor; {_ATTENTION}, 0.5.23; a small model, its tokens not judged"
-_SGLANG_V4 = f"compressor; {_ATTENTION}, 0.5.23; a small model"
+def _result(what: str, name: str) -> str:
+    return f"[{what}]({_link(RESULTS / name)})"
+
+
+_SMALL = _result("small model", "dsv4_engines_h200.json")
 MODELS = f"""
 ## Models
 
 | model | vllm | sglang |
 |---|---|---|
-| Kimi-Linear | KDA layers, prefill and decode; {_MLA} | KDA layers; {_MLA_SGLANG} |
-| Kimi-K3 | KDA layers; CPU | {_of_sglang("kimi_k3")} |
-| GLM-5.3-Flash | KDA layers; CPU | {_of_sglang("glm_5_3_flash")} |
-| Ling-V3 | KDA layers; CPU | {_of_sglang("ling_3_tiny")} |
-| DeepSeek-V2, DeepSeek-V3, Kimi-K2 | {_MLA}; CPU | {_MLA_SGLANG} |
-| DeepSeek-V4 | [compressor](families/dsv4.md); {_ATTENTION}, CPU | {_SGLANG_V4} |
-| DeepSeek-V4.1 | [compressor](families/dsv4.md#deepseek-v41); {_ATTENTION_V41} | {_SGLANG_V41} |
+| Kimi-Linear | KDA, MLA decode; {_result("all layers", "vllm033_kimi48b.json")} | KDA, MLA \
+decode; {_result("all layers", "sglang_kimi48b.json")} |
+| Kimi-K3 | KDA; {_result("a few layers", "vllm033_kimi_k3_drafts.json")} | KDA; \
+{_result("a few layers", "sglang_kimi_k3.json")} |
+| GLM-5.3-Flash | KDA; {_result("small model", "vllm033_bounded_gate.json")} | KDA; \
+{_result("a few layers", "sglang_glm_5_3_flash.json")} |
+| Ling-V3 | KDA; {_result("a few layers", "vllm033_ling_3_tiny_drafts.json")} | KDA; \
+{_result("a few layers", "sglang_ling_3_tiny.json")} |
+| DeepSeek-V2, DeepSeek-V3, Kimi-K2 | MLA decode; CPU | MLA decode; CPU |
+| DeepSeek-V4 | compressor, attention; {_SMALL} | compressor, attention (0.5.23); {_SMALL} |
+| DeepSeek-V4.1 | the same in 0.33; {_SMALL} | the same in 0.5.23; {_SMALL} |
 
-*CPU*: contract tests run with the releases' own wheels on a CPU; no GPU has served the whole model
-with this package.
+MLA decode and DeepSeek-V4's attention are served where they were measured to be faster
+([MLA](families/mla.md)), in sglang MLA decode with `--page-size 64`. Each cell ends with what has
+run with this package:
+
+- *all layers*, *a few layers*: the model's configuration on an H200, with random weights
+- *small model*: one of the same architecture on an H200, with random weights
+- *CPU*: contract tests alone, with the releases' own wheels; the other cells have these too
+
+Small trained checkpoints of Kimi-Linear's architecture
+[answered questions](performance/servers.md#answers-of-a-small-model) in both engines. No result is
+of published weights.
+
+Speculative decoding of KDA layers: with vLLM this package verifies the drafts. With sglang it
+verifies chains, among them one path of each tree of [n-gram drafts](engines/sglang.md#kimi-linear),
+and sglang's own kernel verifies other trees. On an H200 both engines have run with n-gram drafts
+([vLLM]({_link(RESULTS / "recall_vllm033_ngram.json")}),
+[sglang]({_link(RESULTS / "recall_sglang_drafts.json")})) and with drafts of a model's own MTP layer
+([times](performance/servers.md#layers-of-other-models-and-few-heads)).
 
 Some of DeepSeek-V4's record formats exist only on AMD ([list](families/dsv4.md#on-amd)). They
 follow the sources of the kernels that read them. They are interpreted, compiled, and executed as
 machine code of gfx942 and gfx950 on a CPU. It has not been shown on a GPU that aiter's kernels read
-them. `kda-dsv4 check` runs each of them.
-
-Speculative decoding of KDA layers: with vLLM this package verifies the drafts. With sglang it
-verifies drafts that form a chain, and sglang's own kernel verifies trees. Both were tested with
-the wheels on the CPU. vLLM 0.33 also answered the small checkpoint's questions with n-gram drafts
-on an H200 ([result](../benchmarks/results/recall_vllm033.json)), and so did sglang 0.5.23, with
-chains of drafts ([result](../benchmarks/results/recall_sglang_modes.json)). With one request at a
-time sglang gave five wrong answers of 320, with this package and without it."""
+them. `kda-dsv4 check` runs each of them."""
 
 
 def render() -> str:

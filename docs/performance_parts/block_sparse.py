@@ -51,8 +51,8 @@ def attention(report: dict[str, Any]) -> list[str]:
         " differ from head to head. Peers computed the same blocks; peers without block plans ran"
         " only dense work. SageAttention and SpargeAttn were built from their sources; their times"
         " include quantisation unless their names say otherwise.",
-        "The rows of 8 bits are from before each query had a scale of its own and massive logits"
-        " exact differences, which cost time; the drop-ins were [timed since](drop-ins.md).",
+        "The rows of 8 bits are older than the scales for each query and the exact differences of"
+        " massive logits, which cost time; the drop-ins were [timed since](drop-ins.md).",
         "",
         *table(titles, cells),
         *(

@@ -34,13 +34,12 @@ def full_servers() -> list[str]:
         "",
         f"{' and '.join(sorted(machines))}."
         " Random weights, in the engine's default mode but for the format of KDA's states."
-        " The sides of a file load at the same time on GPUs of one host, and run at the same"
-        " time once all have loaded, or one after the other. There is room for so many blocks"
-        " of vLLM's cache, or slots of sglang's states. × is the rate over that of the same load's"
-        f" first row in a file. With drafts {drafts} tokens are looked up for each step,"
-        " of which random prompts accept none: a step verifies so many for one that is"
-        " written. sglang, which runs at most 48 requests at a time with drafts unless it is"
-        " told to, may run 128 here.",
+        " The sides of a file load at the same time on GPUs of one host, and then run at the same"
+        " time, or one after the other. *Room* counts blocks of vLLM's cache, or slots of sglang's"
+        " states. × is the rate over that of the same load's first row in a file. With drafts"
+        f" {drafts} tokens are looked up for each step. Random prompts accept none of them, so a"
+        " step verifies all and writes one. There sglang may run 128 requests at a time; its"
+        " default is at most 48.",
         "",
         *table(
             ["engine", "load", "side", "states", "running at a time", "room", "tokens/s", "×"],

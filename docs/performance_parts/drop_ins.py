@@ -47,9 +47,9 @@ def drop_ins() -> list[str]:
         f" and FlashInfer's rows are of [another run](../../benchmarks/results/{flash_mla}), and"
         f" those of SageAttention and SpargeAttn of [a third](../../benchmarks/results/{sage}) of"
         f" {load(sage)['date']}.",
-        "An error of a predicted function holds what its prediction leaves out. Every 128 queries"
-        " look for one block of 128 keys. × is empty where an original's error is more than ten"
-        " times ours.",
+        "The error of a function that predicts blocks includes what it leaves out. Of its inputs"
+        " each 128 queries look for one block of 128 keys. × is empty where an original's error is"
+        " more than ten times ours.",
         "",
         *table(titles, map(_cells, kept)),
         "",

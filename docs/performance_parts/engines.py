@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.engines import serve_work as work
-from docs.performance_parts.page import RESULTS, load, section, table
+from docs.performance_parts.page import load, section, table
 
 # pairs of upstream and flag by the serve benchmarks
 DEFAULT_MODES = ("vllm033_kimi48b.json", "sglang_kimi48b.json")
@@ -31,20 +30,6 @@ _DECODES = {"vllm033_kimi48b_tp4.json": "vllm033_kimi48b_tp4_decode.json"}
 
 # later runs of the loads alone, by the pair whose memory they tell
 _LOADS = {"vllm033_kimi48b.json": "vllm033_kimi48b_load.json"}
-
-# the same benchmarks of models that are cut, and of other options
-CUT = {
-    "sglang_kimi_k3.json": "Kimi-K3's layers in sglang",
-    "sglang_glm_5_3_flash.json": "GLM-5.3-Flash's layers in sglang",
-    "sglang_ling_3_tiny.json": "Ling-3.0-tiny's layers in sglang",
-    "vllm033_4_heads.json": "Kimi-Linear-48B with four heads in vLLM",
-    "sglang_4_heads.json": "Kimi-Linear-48B with four heads in sglang",
-    "vllm033_ling_3_tiny_drafts.json": "Ling-3.0-tiny with its own drafts in vLLM",
-    "sglang_ling_3_tiny_drafts.json": "Ling-3.0-tiny with its own drafts in sglang",
-    "vllm033_glm_5_3_flash_drafts.json": "GLM-5.3-Flash with its own drafts in vLLM",
-    "sglang_glm_5_3_flash_drafts.json": "GLM-5.3-Flash with its own drafts in sglang",
-    "vllm033_kimi_k3_drafts.json": "Kimi-K3 with its own drafts in vLLM",
-}
 
 _RECALL = (
     "recall_vllm033.json",
@@ -100,28 +85,32 @@ def several_ranks() -> list[str]:
     for name in SEVERAL_RANKS:
         report = load(name)
         ranks = report["sides"]["flag"]["environment"]["ranks"]
-        keys = ("upstream_ms", "upstream_graphs_ms", "flag_ms")
+        rows = [row for row in both(report) if row["kind"] != "load"]
+        others = {"upstream_ms": "upstream"}
+        same_graphs = ""
+        if "upstream_graphs" in report["sides"]:
+            others["upstream_graphs_ms"] = "upstream, same graphs"
+            same_graphs = (
+                " *Same graphs* is upstream with the sizes of prefill graphs that the flag chooses."
+            )
         cells = (
             [
                 row["what"],
-                *(f"{row[key]:,.1f}" if key in row else "" for key in keys),
-                *(f"{row[key] / row['flag_ms']:.2f}" if key in row else "" for key in keys[:2]),
+                *(f"{row[key]:,.1f}" for key in (*others, "flag_ms")),
+                *(f"{row[key] / row['flag_ms']:.2f}" for key in others),
             ]
-            for row in both(report)
-            if row["kind"] != "load"
+            for row in rows
         )
-        titles = ["", "upstream", "upstream, same graphs", "with the flag", "×", "× same graphs"]
+        ratios = ["×", "× same graphs"][: len(others)]
         title = f"Kimi-Linear-48B in {engine_of(report)}{full_attention(report)} on {ranks} GPUs"
         lines += [
             *section(title, report, name),
             "",
             f"The model's configuration with random weights, tensor parallelism over {ranks} GPUs"
             f" of one host; {_where(report)}. Times in ms. A row prompts × tokens is a call that"
-            " returns one token for each prompt. *Same graphs* is upstream with the sizes of"
-            " prefill graphs that the flag chooses by itself. A step that no graph holds takes as"
-            " long as the host needs to launch it, whatever its length.",
+            f" returns one token for each prompt.{same_graphs}",
             "",
-            *table(titles, cells),
+            *table(["", *others.values(), "with the flag", *ratios], cells),
             "",
             *_mixed(report),
             *_busy(report),
@@ -150,16 +139,13 @@ def _mixed(report: dict[str, Any]) -> list[str]:
 
     def of(key: str) -> str:
         parts = steps * whole[key], after * decode[key]
-        return (
-            f"{parts[0]:,.0f} and {parts[1]:,.0f}, together {sum(parts):,.0f} of"
-            f" {load_row[key]:,.0f} ms measured"
-        )
+        return f"{parts[0]:,.0f} + {parts[1]:,.0f} ms ({load_row[key]:,.0f} measured)"
 
     lines = [
         f"The prompts of the mixed load fill {steps:.0f} steps of {work.BUDGET:,} tokens, and its"
-        f" longest answer takes {after:.0f} steps more, which decode at most {work.MIXED_REQUESTS}"
-        f" requests. At the times of those rows this is, with the flag, {of('flag_ms')}; upstream"
-        f" {of('upstream_ms')}. The second number is no prefill's, and the same on both sides.",
+        f" longest answer takes {after:.0f} decode steps more, of at most {work.MIXED_REQUESTS}"
+        f" requests. By the rows of such steps the two would take {of('flag_ms')} with the flag"
+        f" and {of('upstream_ms')} upstream.",
         "",
     ]
     decodes = [row for row in both(report, "decode") if "upstream_graphs_ms" in row]
@@ -187,9 +173,9 @@ def _busy(report: dict[str, Any]) -> list[str]:
     if not cells:
         return []
     return [
-        "A profile of the side with the flag, in ms, from the least to the most of all ranks. An"
-        " all-reduce waits for the slowest rank, and that waiting counts as busy. KDA is this"
-        " package's kernels, as far as they are among the step's twelve longest.",
+        "A profile of the side with the flag, in ms, from the least to the most of all ranks."
+        " Waiting for the slowest rank in an all-reduce counts as busy. *KDA* is this package's"
+        " kernels among the step's twelve longest.",
         "",
         *table(["call", *_OF_RANKS], cells),
         "",
@@ -221,9 +207,8 @@ def _decodes_again(name: str) -> list[str]:
         "",
         *table(["", "upstream", "with the flag", "×"], times),
         "",
-        f"A profile of one of them ({what}; the profiler makes a step longer). The experts take"
-        " most of it on both sides, and no rank's GPU works all the time: they wait for each other"
-        " in all-reduces and for the engine between two steps.",
+        f"A profile of one of them ({what}; the profiler makes a step longer). GPUs wait for each"
+        " other in all-reduces, and for the engine between two steps.",
         "",
         *table(
             ["side", *_OF_RANKS],
@@ -303,79 +288,6 @@ def default_modes() -> list[str]:
             *_where_time_goes(report),
         ]
     return [*lines, *_experts_of_sglang()]
-
-
-def cut_models() -> list[str]:
-    """Models with few layers or heads, of the files that are there."""
-    cells, notes = [], []
-    for name, title in CUT.items():
-        if not (RESULTS / name).exists():
-            continue
-        report = load(name)
-        own = report["sides"]["flag"]["environment"]
-        cut = [
-            f"{own[key]} {key}"
-            for key in ("layers", "heads", "experts", "drafts")
-            if own.get(key) is not None
-        ]
-        link = f"[{title}](../../benchmarks/results/{name})"
-        others = [side for side in report["sides"] if side not in ("upstream", "flag")]
-        for row in both(report):
-            if row["kind"] == "load":
-                continue
-            times = [f"{row[f'{side}_ms']:,.1f}" for side in ("upstream", "flag")]
-            more = [f"{row[f'{x}_ms']:,.1f} ({x.replace('_', ' ')})" for x in others]
-            ratio = f"{row['upstream_ms'] / row['flag_ms']:.2f}"
-            cells.append([link, row["what"], *times, ratio, ", ".join(more)])
-        machine = f"{report['gpu']}, torch {report['torch']}, {report['date']}"
-        note = f"- {title}: {engine_of(report)}, {', '.join(cut)}; {machine}."
-        notes.append(" ".join([note, *_tokens_and_paths(report)]))
-    titles = ["model", "call", "upstream", "with the flag", "×", "the flag, otherwise"]
-    return [
-        "",
-        "## Layers of other models, and few heads",
-        "",
-        "Random weights, in the engine's default mode; times in ms.",
-        "",
-        *table(titles, cells),
-        "",
-        *notes,
-    ]
-
-
-def _tokens_and_paths(report: dict[str, Any]) -> Iterator[str]:
-    """How greedy tokens agree, which paths prefills took, and which steps ran in graphs."""
-    for key, prompts in (("agreement", "short prompts"), ("agreement_long", "long prompts")):
-        pairs = [
-            f"{what.replace('_', ' ')} {found['same']} of {found['prompts']} the same, and rounding"
-            f" explains {found['explained']} of {len(found['partings'])} differences"
-            for what, found in report.get(key, {}).items()
-            if what.startswith(("upstream", "flag and"))
-        ]
-        if pairs:
-            yield f"Greedy tokens of {prompts}: {'; '.join(pairs)}."
-    yield from _drafts(report)
-    flag = report["sides"]["flag"]
-    for path, sizes in flag.get("paths", {}).items():
-        how = [f"{len(of)} {kind} sizes of up to {max(of):,}" for kind, of in sizes.items() if of]
-        yield f"Prefills by `{path}`: {', '.join(how)} tokens."
-    if steps := flag.get("prefill_steps"):
-        yield (
-            f"With the flag {steps['in_graphs']:,} of {steps['steps']:,} prefill steps ran in"
-            f" CUDA graphs, {steps['replayed']:,} of them of sizes that no KDA layer saw outside of"
-            " one."
-        )
-
-
-def _drafts(report: dict[str, Any]) -> Iterator[str]:
-    """Accepted drafts of each side, and what a request takes for them where the engine says so."""
-    for side, data in report["sides"].items():
-        if found := data.get("drafts"):
-            line = f"Drafts, {side}: {found['accepted']:,} of {found['draft']:,} accepted"
-            if "blocks_kib" in found:
-                line += f"; a request takes {found['blocks_kib']:,.0f} KiB of the cache for states"
-                line += f" and {found['records_kib']:,.0f} KiB of records"
-            yield line + "."
 
 
 def _experts_of_sglang() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from docs.performance_parts.page import by_size, load, mean, section, table, us
@@ -72,34 +71,15 @@ def mla_decode() -> list[str]:
 
 
 def mla_ceiling(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> list[str]:
-    """How far over the fastest peer any kernel could be: by the bytes alone, by what is measured
-    elsewhere today, and by what the same kernel needs with the fewest heads."""
-    wanted = 1.3
+    """How far over the fastest peer all points are, and a kernel could be by the bytes alone."""
     best = [min(row[f"{peer}_us"] for peer in peers) for row in rows]
     now = [peer / row["ours_gpu_us"] for peer, row in zip(best, rows, strict=True)]
     bound = [peer / row["floor_us"] for peer, row in zip(best, rows, strict=True)]
-    bound_by_bytes = [limit < wanted for limit in bound]
-    of_bytes = [
-        limit for limit, bytes_bind in zip(bound, bound_by_bytes, strict=True) if bytes_bind
-    ]
-    others = [x for x, bytes_bind in zip(now, bound_by_bytes, strict=True) if not bytes_bind]
-    least: dict[str, float] = {}
-    for row in rows:
-        time = row["ours_gpu_us"]
-        least[row["case"]] = min(time, least.get(row["case"], time))
-    like_fewest = [peer / least[row["case"]] for peer, row in zip(best, rows, strict=True)]
-    needed = math.exp((len(rows) * math.log(wanted) - sum(map(math.log, of_bytes))) / len(others))
     return [
         "",
-        f"All {len(rows)} points together have a geometric mean of {mean(now):.2f}× today. The"
-        f" most that the bytes of the keys permit is {mean(bound):.2f}×, which no kernel reaches,"
-        " because it counts neither a launch nor the time until the first bytes arrive. On"
-        f" {len(of_bytes)} points the bytes permit less than {wanted}×, {mean(of_bytes):.2f}× on"
-        " average. If a kernel reached the bytes' time on those points and left"
-        f" the other {len(others)} as they are, the mean would be {mean(of_bytes + others):.2f}×."
-        f" For a mean of {wanted}× the others, now {mean(others):.2f}×, would have to be"
-        f" {needed:.2f}×. If every case took as long as it takes with the fastest of its head"
-        f" counts, for all of them, the mean would be {mean(like_fewest):.2f}×.",
+        f"The geometric mean of all {len(rows)} points is {mean(now):.2f}×. The bytes of the keys"
+        f" alone permit {mean(bound):.2f}×, which no kernel reaches: this counts neither a launch"
+        " nor the time until the first bytes arrive.",
     ]
 
 

@@ -238,7 +238,7 @@ def run_layer(
             bounds.to(device),
             sum(lengths),
             cu_seqlens_cpu=bounds,
-            chunk_table=row.name != "torch",
+            chunk_table=target.vendor != "cpu",
         ),
         Scratch(device),
         checkpoints=Checkpoints.of(offsets, places, null_slot),

@@ -36,6 +36,20 @@ PRELUDES = {
 }
 # Excerpts that are files of the package, by how they begin.
 FILES = {'"""Prefill by the recurrence itself': "kda_backend/prefill/by_token.py"}
+# What is run with such a file: the calls that `kda-dsv4 check` makes of a row of that path.
+RUN = """
+import dataclasses, torch
+from backend_core.tables.load import load_table
+from backend_core.target import KNOWN_TARGETS
+from kda_backend.family import FAMILY
+from kda_backend.testing.checks import check_cases
+target = KNOWN_TARGETS["cpu"]
+rows = load_table(FAMILY.tables, target).rows
+row = dataclasses.replace(next(r for r in rows if r.operator == "prefill"), name="by_token")
+for name, check in check_cases(row).items():
+    error, allowed = check(target, torch.device("cpu"))
+    assert error <= allowed, (name, error, allowed)
+"""
 
 
 @dataclass(frozen=True)
@@ -117,7 +131,7 @@ def test_shell(block: Block, tree: Path) -> None:
 @pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_python(page: str, tree: Path) -> None:
     """The blocks of a page, one after another in one process."""
-    parts = ["import importlib, textwrap\nnames = {'__name__': 'page'}"]
+    parts = ["import textwrap\nnames = {'__name__': 'page'}"]
     if page in PRELUDES:
         parts.append(f"exec(textwrap.dedent({PRELUDES[page]!r}), names)")
     for block in ALL:
@@ -126,8 +140,7 @@ def test_python(page: str, tree: Path) -> None:
         file = next((f for start, f in FILES.items() if block.text.startswith(start)), None)
         if file is not None:
             (tree / file).write_text(block.text)
-            module = file.removesuffix(".py").replace("/", ".")
-            parts.append(f"importlib.import_module({module!r}).bind")
+            parts.append(RUN)
             continue
         parts.append(f"exec(compile({block.text!r}, {str(block)!r}, 'exec'), names)")
     execute(tree, [sys.executable, "-c", "\n".join(parts)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs import performance
-from docs.performance_parts import engines
+from docs.performance_parts import cut_models
 
 GENERATORS = [
     *Path(performance.__file__).parent.glob("*.py"),
@@ -57,8 +57,9 @@ def test_a_typed_figure_is_found(text: str) -> None:
     assert typed_figures(f"x = 'K = 128, {text}'") and not typed_figures("x = 'K = V = 128, µs'")
 
 
-def test_drafts_of_a_side_are_shown_once_a_file_has_them() -> None:
-    """No committed file of a cut model has."""
-    drafts = {"draft": 4000, "accepted": 3000, "blocks_kib": 4096.0, "records_kib": 64.0}
-    (line,) = engines._drafts({"sides": {"flag": {"drafts": drafts}, "upstream": {}}})
-    assert line.startswith("Drafts, flag: 3,000 of 4,000 accepted; a request takes 4,096 KiB of")
+def test_drafts_of_a_side_are_shown_with_what_they_take() -> None:
+    drafts = {"draft": 4000, "accepted": 3000, "blocks_kib": 4096.0, "records_kib": 0.0}
+    (line,) = cut_models._drafts({"sides": {"flag": {"drafts": drafts}, "upstream": {}}})
+    assert line == (
+        "Drafts, flag: 3,000 of 4,000 accepted; a request takes 4,096 KiB of the cache for states."
+    )

@@ -32,6 +32,11 @@ def test_report_and_last_line(
     assert not kda.is_enabled() and not dsv4.is_enabled()
 
 
+def test_the_commands_that_it_prints_are_those_of_the_docs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "engines" / "vllm.md"
+    assert demo.SERVE[0] in page.read_text(encoding="utf-8").splitlines()
+
+
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     threads, generate = set(), demo.generate
 
