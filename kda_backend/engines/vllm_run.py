@@ -73,7 +73,7 @@ def run_step(
 
 
 def _rows(x: Projections, part: StepPart) -> Projections:
-    """Those of a part."""
+    """The rows of a part, of the tokens that its places count."""
     if part.end - part.begin == x.out.shape[0]:
         return x
     return Projections(*(tensor[part.begin : part.end] for tensor in x))
