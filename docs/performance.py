@@ -22,6 +22,7 @@ from docs.performance_parts import (
     engines,
     kda,
     mla,
+    ranks,
 )
 from docs.performance_parts.page import ROOT, best, load, mean, table
 
@@ -67,7 +68,7 @@ def pages() -> dict[str, tuple[str, list[str]]]:
         "servers": (
             "Servers: engines with the flag and without",
             [
-                *engines.several_ranks(),
+                *ranks.several_ranks(),
                 *engines.default_modes(),
                 *crowds.full_servers(),
                 *engines.bounded_gates(),
@@ -137,7 +138,7 @@ def _headline() -> str:
     sage, sparge = drop_ins.eight_bit_ratios()
     full, drafted, smaller = crowds.full_server_ratios()
     rows = [
-        *(_headline_of_engine(name) for name in engines.HEADLINES),
+        *(_headline_of_engine(name) for name in ranks.HEADLINES),
         (
             f"Full server of vLLM or sglang, 1 GPU, {len(full)} loads",
             "the engine without the flag, with states in the same format",
@@ -197,7 +198,7 @@ def _headline() -> str:
         "range",
     ]
     lines = table(titles, cells)
-    servers = (*engines.HEADLINES, *crowds.FULL)
+    servers = (*ranks.HEADLINES, *crowds.FULL)
     pairs = (load(name)["date"] for name in servers)
     dates = sorted({*pairs, *(x["date"] for x in (prefill, decode, mla_report, sparse))})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"

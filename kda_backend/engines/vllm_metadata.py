@@ -112,7 +112,7 @@ def _keeping_lengths(backend: Any) -> Any:
             """Upstream asks for its exact type before it lets a cache group take over another's
             metadata; whether this one may is what one of that type says."""
             super().__init__(*args, **options)
-            self.checkpoint_builder = NotesRows(self.checkpoint_builder)
+            self.checkpoint_builder = NotesRows(vars(self)["checkpoint_builder"])
             exact = vars(upstream(*args, **options))
             for name in ("supports_update_block_table", "mamba_aligned_state_indices"):
                 if name in exact:
