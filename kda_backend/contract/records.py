@@ -11,7 +11,7 @@ from kda_backend.contract.tensors import (
     check_gate_parameter,
     check_packed_states,
     check_whole_state,
-    expect,
+    check_windows,
     expect_vector,
 )
 from kda_backend.contract.values import (
@@ -53,7 +53,7 @@ def check_draft_records(
         raise ValueError("windows must be given only with conv_state")
     if conv is not None and draft.windows is not None:
         shape = ("rows", max_tokens, conv.state.shape[1], 3)
-        expect("windows", draft.windows, shape, device, *FLOATS)
+        check_windows("windows", draft.windows, shape, device)
         if draft.windows.shape[0] < rows:
             raise ValueError(
                 f"windows must have correction's {rows} rows, got {draft.windows.shape[0]}"

@@ -16,6 +16,7 @@ from kda_backend.contract.tensors import (
     check_pool,
     check_tokens,
     check_whole_state,
+    check_windows,
     expect,
     expect_contiguous,
     expect_vector,
@@ -237,5 +238,5 @@ def _check_buffers(
         raise ValueError("intermediate_conv must be given if and only if conv_state is")
     if conv is not None and draft.windows is not None:
         shape = ("rows", max_tokens, conv.state.shape[1], 3)
-        expect("intermediate_conv", draft.windows, shape, device, *FLOATS)
+        check_windows("intermediate_conv", draft.windows, shape, device)
     return max_tokens

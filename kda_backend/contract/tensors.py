@@ -192,6 +192,20 @@ def check_packed_states(
     expect_apart(name, states)
 
 
+def check_windows(
+    name: str, windows: torch.Tensor, shape: tuple[int | str, ...], device: torch.device
+) -> None:
+    """``[rows, T, C, 3]``, which tokens after one another may share where they are the same inputs;
+    no others overlap."""
+    expect(name, windows, shape, device, *FLOATS)
+    of_row, of_token, of_channel, of_input = windows.stride()
+    if windows.numel() and of_token == of_input:  # each input is stored once
+        rows, tokens, channels, taps = windows.shape
+        size, stride = (rows, tokens + taps - 1, channels), (of_row, of_token, of_channel)
+        windows = windows.as_strided(size, stride)
+    expect_apart(name, windows)
+
+
 def check_slots(state: StateRef) -> None:
     """Slots in host memory are checked; slots on a GPU are trusted."""
     indices, pool = state.indices, state.read

@@ -289,7 +289,7 @@ class DraftInputs(NamedTuple):
         num_accepted: ``[N]`` int32, or ``None`` where every sequence reads its first slot.
         states: ``[rows, T, HV, V, K]``, or ``None`` for the pool.
         indices: ``[N]`` int32 rows of the buffers, negative for none.
-        windows: ``[rows, T, C, 3]``, any strides.
+        windows: ``[rows, T, C, 3]``, any strides; tokens after one another may share their inputs.
         correction, key_gate, by_norm: of `Records`, which are kept in place of states, or ``None``.
     """
 

@@ -222,6 +222,10 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
                 scratch=self._scratch,
                 selection=selection,
             )
+        if track_state is not None and ssm_states.dtype == torch.float16:
+            # sglang rounds it to float16, where what lies beyond the range becomes infinite
+            most = torch.finfo(torch.float16).max
+            track_state.clamp_(-most, most)
         return (out, None) if return_intermediate_states else out
 
     def step(

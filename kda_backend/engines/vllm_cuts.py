@@ -8,10 +8,15 @@ keeps states that decodes have left, and vLLM has no option against that.
 vLLM's MLA layers have two forms, by the number of tokens that a step has of a prompt. The one for
 few reads keys and values from the cache alone, so that its bits do not depend on cuts; here it
 takes all prompts.
+
+With drafts and without that variable a prompt of one token runs by itself here. Beside other
+requests vLLM adds drafts to it that it knows to be wrong, so that all requests have as many tokens.
+As nothing lies before them they run as a prompt's, and no state takes them back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -46,7 +51,7 @@ def leave_prefixes(module: ModuleType) -> None:
 
 def cut_prompts(module: ModuleType) -> None:
     """Let ``Scheduler`` of vLLM's module ``vllm.v1.core.sched.scheduler`` cut prompts at multiples
-    of 64 tokens; a second call changes nothing."""
+    of 64 tokens, or run those of one token by themselves; a second call changes nothing."""
     if seams.difference(VLLM_CUTS) is not None:
         return
     upstream = module.Scheduler.__init__
@@ -58,6 +63,9 @@ def cut_prompts(module: ModuleType) -> None:
             self.need_mamba_block_aligned_split = True
             self._mamba_block_aligned_split = tokens_to_cut
             say(f"prompts are cut at multiples of {CHUNK} tokens (VLLM_BATCH_INVARIANT)")
+        elif _serves_states(self.vllm_config) and self.vllm_config.speculative_config is not None:
+            self._mamba_block_aligned_split = first_token_alone(self)
+            self.need_mamba_block_aligned_split = True
 
 
 def read_from_the_cache(module: ModuleType) -> None:
@@ -92,9 +100,37 @@ def read_from_the_cache(module: ModuleType) -> None:
 def wanted(vllm_config: Any) -> bool:
     """Whether a model with recurrent states is served under the flag and the variable. That these
     are KDA's not every configuration says (AliceAI's), and others vLLM refuses there."""
-    if requested(vllm_config) is None or not batch_invariant():
+    return batch_invariant() and _serves_states(vllm_config)
+
+
+def _serves_states(vllm_config: Any) -> bool:
+    """Whether a model with recurrent states is served under the flag."""
+    if requested(vllm_config) is None or vllm_config.model_config is None:
         return False
-    return vllm_config.model_config is not None and bool(vllm_config.model_config.is_hybrid)
+    return bool(vllm_config.model_config.is_hybrid)
+
+
+def first_token_alone(scheduler: Any) -> Callable[..., int]:
+    """A function for the place of ``_mamba_block_aligned_split`` of a ``Scheduler``, upstream's but
+    for prompts of one token, which get no drafts in their first step."""
+    upstream = None
+    if scheduler.need_mamba_block_aligned_split:  # with a prefix cache
+        upstream = scheduler._mamba_block_aligned_split
+
+    def split(
+        request: Any,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        before = num_new_local_computed_tokens, num_external_computed_tokens
+        if request.num_tokens == 1 and request.num_computed_tokens + sum(before) == 0:
+            return 1
+        if upstream is None:
+            return num_new_tokens
+        return int(upstream(request, num_new_tokens, *before))
+
+    return split
 
 
 def tokens_to_cut(

@@ -29,7 +29,7 @@ def refusal(vllm_config: Any, module: Any) -> str | None:
             return None  # upstream keeps none: `keep_records` decides
         if module.recoverssm_records is not None:
             return _refusal_of_folds(module)
-    return "--use-replayssm verifies drafts from records that upstream's layers keep"
+    return "--use-replayssm asks for records that upstream's layers keep"
 
 
 def _refusal_of_folds(module: Any) -> str | None:

@@ -364,6 +364,7 @@ def test_graph_replay_with_other_counts(kernels: Backend, seed: int) -> None:
 
 def wrong_drafts(x: RecordedDrafts) -> list[tuple[str, dict[str, Any]]]:
     one, rows = x.ints([1, 1]), torch.tensor([0, 4], dtype=torch.int32)
+    shared = x.kept_windows.mT[:1].expand(4, -1, -1, -1)  # by all rows
     return [
         ("correction must have dtype float32", {"correction": x.records.correction.bfloat16()}),
         ("correction must have shape [rows, 1, T, 16]", {"correction": x.records.correction[0]}),
@@ -375,6 +376,7 @@ def wrong_drafts(x: RecordedDrafts) -> list[tuple[str, dict[str, Any]]]:
         ("num_accepted_tokens must have dtype int32", {"num_accepted": one.long()}),
         ("windows must have shape [rows, 2, 48, 3]", {"windows": x.kept_windows}),
         ("windows must have correction's 4 rows", {"windows": x.kept_windows.mT[:3]}),
+        ("windows must have elements that share no memory", {"windows": shared}),
         ("conv_state must have at least 4 columns", {"windows": None}),
     ]
 

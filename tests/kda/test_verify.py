@@ -292,6 +292,8 @@ def wrong_arguments(draft: Draft) -> list[tuple[str, dict[str, Any]]]:
     return [
         ("intermediate_conv must be given if and only if", {"intermediate_conv": None}),
         ("intermediate_conv must have shape [rows, 2, 48, 3]", {"intermediate_conv": windows}),
+        ("intermediate_conv must have elements that share no memory",
+            {"intermediate_conv": windows[:1].mT.expand(4, -1, -1, -1)}),
         ("intermediate_states must have shape [rows, T, 1, 16, 16]",
             {"intermediate_states": draft.states[0]}),
         ("intermediate_indices must be negative or a row below 4",

@@ -66,5 +66,21 @@ def test_tracked_states(asked: Asked) -> None:
         assert relative_error(served.states(layer)[1][8], request.state[0]) < 1e-2
 
 
+@pytest.mark.parametrize("asked", ["float16"], indirect=True)
+def test_tracked_states_are_cut_off_where_float16_ends(asked: Asked) -> None:
+    """As the request's own, also behind a chunk of the prompt, where sglang copies from fp32."""
+    served = asked[0]
+    for layer in served.layers:
+        layer.qkv_conv1d.weight.data[2 * len(layer.qkv_conv1d.weight) // 3 :] *= 1e6  # of values
+    served.fill_pools(seed=7)
+    fresh_slots(served, [3], [0])
+    batch = served.batch(ForwardMode.EXTEND, [70], [0], [3], tracked=[(0, 8)])
+    served.forward(tokens(70, seed=8), batch)
+    for layer in range(len(LAYERS)):
+        states = served.states(layer)[1]
+        for slot in (3, 8):
+            assert states[slot].isfinite().all() and (states[slot].abs() == 65504.0).any()
+
+
 def test_drafts_agree_with_upstreams(asked: Asked) -> None:
     test_drafts.test_upstreams_kernels_agree(asked[0], [4, 1, 2])

@@ -231,7 +231,7 @@ def test_kimi_k3s_drafts_as_records_that_vllm_folds(caplog: pytest.LogCaptureFix
     """Verified here, beside a prompt too; states and windows by upstream's own commit."""
     layer, config = recording()
     if not hasattr(layer, "recoverssm_records"):
-        assert "--use-replayssm verifies drafts from records" in refused(caplog)
+        assert "--use-replayssm asks for records" in refused(caplog)
         return
     assert is_ours(layer) and layer.recoverssm_backend == "triton"
     verify_and_commit(MODELS["Kimi-K3"], layer, config)
@@ -350,7 +350,7 @@ def test_replayssm_is_upstreams(
 ) -> None:
     config.cache_config.use_replayssm = True
     assert runtime_of(config, layer, -5.0, part_of(model)) is None
-    line = "--use-replayssm verifies drafts from records that upstream's layers keep"
+    line = "--use-replayssm asks for records that upstream's layers keep"
     assert refused(caplog) == line
 
 

@@ -123,6 +123,21 @@ def test_a_prompt_whose_tokens_come_one_by_one(name: str, as_on_a_gpu: None) -> 
     runner.run()
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("keeps", ["0", "1"])
+def test_a_prompt_of_one_token_beside_others(
+    keeps: str, aligned: bool, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state has read no token that vLLM drafts for it before anything is known of it."""
+    monkeypatch.setenv(VARIABLE, keeps)
+    runner = Runner(MODELS["Ling-V3"], drafting_config(aligned=aligned), 24, seed=1)
+    runner.add("0", list(range(30)), prompt=20)
+    for _ in range(2):
+        runner.step()
+    runner.add("1", list(range(40, 50)), prompt=1)
+    runner.run()
+
+
 def layer_of(name: str, config: VllmConfig) -> Any:
     """A layer with a cache, whose records a runner commits."""
     layer = build(MODELS[name], config)
