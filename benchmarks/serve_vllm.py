@@ -31,7 +31,7 @@ Parts of ``run``, on one load of the model:
   prefix cache, and with other ends.
 - crowd and long_crowd, only where they are named: more requests at once than have room
   (`benchmarks.crowd`).
-- profile: of each rank, kernels and how busy the GPU is.
+- profile: of each rank, kernels and how busy the GPU is, in calls and in a step of 256 sequences.
 
 Weights are drawn where vLLM loads them, before it derives others from them and captures graphs:
 weights set later are not those that a captured graph reads.
