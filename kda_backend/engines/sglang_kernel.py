@@ -201,9 +201,11 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
         beta_kind = Beta.SIGMOID if beta_is_raw else Beta.GIVEN
         for part in parts:
             slots, asked = cache_indices, track_chunk_idx
-            if len(parts) > 1:  # copies, which are aligned
+            of_part = [x[:, part.tokens] for x in (q, k, v, g, beta)]
+            if len(parts) > 1:  # copies, which are aligned; rows of beta may have few bytes
                 slots = cache_indices[part.requests].clone()
                 asked = None if asked is None else asked[part.requests].clone()
+                of_part[-1] = of_part[-1].clone()
             state = StateRef.pool(ssm_states, slots)
             if is_spec_decode:
                 rows = ssm_states[slots.clamp(min=0).long()].float()
@@ -212,7 +214,6 @@ class KdaKernel(TritonKDAKernel):  # type: ignore[misc]
             if track_state is not None and asked is not None:
                 kept = track_state[part.requests].unsqueeze(1)
                 state = state.with_snapshots(asked.unsqueeze(1), kept)
-            of_part = (x[:, part.tokens] for x in (q, k, v, g, beta))
             kda_prefill(
                 TokenInputs.of(*of_part, beta_kind=beta_kind),
                 gate,

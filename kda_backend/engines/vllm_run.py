@@ -67,16 +67,12 @@ def run_step(
         verify(runtime, weights, whole, pools, step.draft, step.others, records_of(module))
         return
     for part in step.others:
-        run_part(runtime, weights, _rows(whole, part), pools, part, is_first=is_first)
+        x = whole
+        if part.end - part.begin != whole.out.shape[0]:
+            x = Projections(*(tensor[part.begin : part.end] for tensor in whole))
+        run_part(runtime, weights, x, pools, part, is_first=is_first)
     if step.num_tokens < whole.out.shape[0]:
         whole.out[step.num_tokens :].zero_()
-
-
-def _rows(x: Projections, part: StepPart) -> Projections:
-    """The rows of a part, of the tokens that its places count."""
-    if part.end - part.begin == x.out.shape[0]:
-        return x
-    return Projections(*(tensor[part.begin : part.end] for tensor in x))
 
 
 def pools_of(module: Any) -> Pools:
@@ -192,8 +188,8 @@ def verify(
     if draft.rows is None or draft.others is None:
         return
     whole.out.index_copy_(0, draft.rows, x.out)
-    if others:
-        x = gathered(draft.others)
-        for part in others:
-            run_part(runtime, weights, _rows(x, part), pools, part)
-        whole.out.index_copy_(0, draft.others, x.out)
+    for part in others:
+        rows = draft.others[part.begin : part.end]
+        x = gathered(rows)
+        run_part(runtime, weights, x, pools, part)
+        whole.out.index_copy_(0, rows, x.out)

@@ -159,6 +159,7 @@ def _calls(p: _Prefills, most_chunks: int) -> Iterator[_Prefills]:
     if len(parts) == 1:
         yield p
         return
+    c = p.checkpoints
     for rows in parts:
         begin, end = offsets[rows.start], offsets[rows.stop]
         bounds = slice(rows.start, rows.stop + 1)
@@ -170,7 +171,7 @@ def _calls(p: _Prefills, most_chunks: int) -> Iterator[_Prefills]:
             p.host[bounds] - begin,
             p.slots[rows],
             p.initial[rows],
-            None if p.checkpoints is None else Checkpoints(*(x[rows] for x in p.checkpoints)),
+            None if c is None else Checkpoints(*(_aligned(x[rows]) for x in c)),
         )
 
 

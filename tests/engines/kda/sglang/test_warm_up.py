@@ -30,7 +30,11 @@ DECODES = (1, 2, 5, 8)
 DRAFTS = ((1, None), (4, None), (2, [1, 1]), (5, [4, 4, 4, 3, 1]))
 
 
-def test_serving_launches_what_loading_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most_chunks", [None, 1])
+def test_serving_launches_what_loading_has_compiled(
+    most_chunks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call, and in one of each prompt, which begin at any of a step's tokens."""
     launched: set[Variant] = set()
     monkeypatch.setattr(
         KernelLaunch, "_interpret", lambda self, grid, *args: launched.add(variant(self, args))
@@ -39,6 +43,7 @@ def test_serving_launches_what_loading_has_compiled(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
     with torch.enable_grad():  # sglang loads a model with gradients on, and serves with them off
         served = Served(*options())
+    served.dispatcher.extend_kernel._most_chunks = most_chunks
     with torch.no_grad():
         compiled = set(launched)
         expected = {"scan_kernel", "decode_step_kernel", "verify_step_kernel"}

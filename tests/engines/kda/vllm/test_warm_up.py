@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,7 @@ DRAFTED: list[VllmStep] = [
     ((1, 1, 3), (7, 8, 9), (0, 0, 2)),
     ((150, 4), (0, 9), (0, 2)),
     ((3, 1, 40), (9, 5, 0), (2, 0, 0)),
+    ((7, 150, 4, 130), (0, 0, 9, 64), (0, 0, 2, 0)),  # prompts on both sides, with checkpoints
     ((1, 1, 17), (4, 9, 2), (0, 0, 0)),
 ]
 
@@ -96,14 +98,21 @@ def kernels_of(layer: Any, config: Any, launched: list[Variant], steps: list[Vll
     return kernels
 
 
+@pytest.mark.parametrize("calls", ["few", "one of each prompt"])
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_serving_compiles_nothing(name: str, drafts: bool, launched: list[Variant]) -> None:
+def test_serving_compiles_nothing(
+    name: str, drafts: bool, calls: str, launched: list[Variant]
+) -> None:
+    """Also where the calls of a step begin at any of its tokens and requests."""
     model: Model = MODELS[name]
     options = {"speculative_config": NGRAM} if drafts else {}
     make = caching_config if model.exports else engine_config
     config = make(**{"flag": True, "dtype": "bfloat16", **options})
-    found = kernels_of(build(model, config), config, launched, DRAFTED if drafts else STEPS)
+    layer = build(model, config)
+    if calls != "few":
+        layer.kda_runtime = replace(layer.kda_runtime, most_chunks=1)
+    found = kernels_of(layer, config, launched, DRAFTED if drafts else STEPS)
     assert {"short_conv_kernel", "scan_kernel", "gated_norm_kernel"} <= found
     assert ("verify_step_kernel" in found) == drafts
     assert ("store_checkpoints_kernel" in found) == model.exports
