@@ -21,7 +21,7 @@ def test_the_tested_releases_have_a_recipe_and_the_newest_are_run_every_day() ->
     days = [folders_of_the_day(RECIPES, day) for day in range(100, 108)]
     assert all(len(day) == 4 and {*newest, FLA} <= set(day) for day in days)
     assert all(day[name] == places_of(name) for day in days for name in (*newest, FLA))
-    for name in RECIPES:  # an older release has its tests of seams each time, the others in turn
+    for name in RECIPES:  # an older release has its tests of seams each time, and one family's
         places = [day[name] for day in days if name in day]
         assert {place for day in places for place in day} == set(places_of(name))
         assert all("core" in {place.parent.name for place in day} for day in places) or name == FLA
