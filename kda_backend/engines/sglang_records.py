@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from backend_core.engines.sglang_flag import say
 from backend_core.strict import decline, fallback
 from kda_backend.contract.values import GateSpec, Records, StateRef
 from kda_backend.engines import draft_records
+from kda_backend.engines.draft_records import LayerGates
 from kda_backend.engines.sglang_seams import SGLANG_DRAFTS, SGLANG_RECORDS
 from kda_backend.operators import kda_commit_
 from kda_backend.selection import KdaSelection
@@ -59,7 +61,11 @@ class DraftRecords:
     def __init__(self, pool: Any, records: Records) -> None:
         self.records = records
         self._pool = pool
-        self._served: tuple[KdaSelection, list[Any]] | None = None
+        self._served: tuple[KdaSelection, LayerGates, float | None] | None = None
+        rows, device = records.correction.shape[1], records.correction.device
+        self._rows = torch.arange(rows, dtype=torch.int32, device=device)
+        self._counts = torch.empty(2, rows, dtype=torch.int32, device=device)
+        self._no_states = torch.empty(0, device=device)
 
     def of_layer(self, layer_id: int) -> Records:
         """Records of a layer, by its number in the model."""
@@ -68,17 +74,14 @@ class DraftRecords:
     def serve(self, selection: KdaSelection, layers: list[Any]) -> None:
         """Commit with these layers' gates from now on."""
         of_number = {layer.layer_id: layer for layer in layers}
-        self._served = selection, [of_number[number] for number in self._pool.mamba_layer_ids]
+        gates = LayerGates.of([of_number[number] for number in self._pool.mamba_layer_ids])
+        self._served = selection, gates, layers[0].lower_bound
 
     def compile(self, selection: KdaSelection) -> None:
         """Compile what `commit` launches with a selection, on padded requests alone."""
-        served, device = self._served, self.records.correction.device
-        assert served is not None
-        none = torch.full((1,), -1, dtype=torch.int32, device=device)
-        self._served = selection, served[1]
+        none = torch.full((1,), -1, dtype=torch.int32, device=self._rows.device)
         for track in (None, none):
-            self._fold(none, none, track, track)
-        self._served = served
+            self._fold(selection, none, none, track, track)
 
     def commit(
         self,
@@ -94,15 +97,20 @@ class DraftRecords:
             track_slots, track_steps: ``[N]``, where the prefix cache keeps the state after a token
                 of the draft; -1 for none.
         """
-        cache = self._fold(slots, last, track_slots, track_steps)
-        scatter = hybrid_linear_attn_backend.fused_conv_window_scatter_with_mask
-        for windows, after in zip(cache.conv, cache.intermediate_conv_window, strict=True):
-            scatter(windows, after, slots, last, None)
-            if track_slots is not None:
-                scatter(windows, after, track_slots, track_steps, None)
+        assert self._served is not None
+        cache = self._fold(self._served[0], slots, last, track_slots, track_steps)
+        windows = SimpleNamespace(  # as of a model that has no states beside them
+            temporal=self._no_states,
+            intermediate_ssm=None,
+            conv=cache.conv,
+            intermediate_conv_window=cache.intermediate_conv_window,
+        )
+        scatter = hybrid_linear_attn_backend.scatter_mamba_states_after_mtp_verify
+        scatter(windows, slots, last, track_slots, track_steps)
 
     def _fold(
         self,
+        selection: KdaSelection,
         slots: torch.Tensor,
         last: torch.Tensor,
         track_slots: torch.Tensor | None,
@@ -110,21 +118,18 @@ class DraftRecords:
     ) -> Any:
         """The states' part of `commit`; returns the pool's tensors."""
         assert self._served is not None
-        selection, layers = self._served
-        cache = self._pool.get_speculative_mamba2_params_all_layers()
-        rows = torch.arange(len(last), dtype=torch.int32, device=last.device)
+        _, gates, lower_bound = self._served
+        cache, number = self._pool.get_speculative_mamba2_params_all_layers(), len(last)
+        accepted, counts = self._counts[:, :number]
         kept = None
         if track_slots is not None and track_steps is not None:
-            kept = (track_slots.to(torch.int32), (track_steps + 1).to(torch.int32))
-        # read in every step: an engine may load weights anew
-        a_log = torch.stack([layer.A_log.view(-1) for layer in layers])
-        dt_bias = torch.stack([layer.dt_bias.view(-1) for layer in layers])
+            kept = track_slots.to(torch.int32), torch.add(track_steps, 1, out=counts)
         kda_commit_(
-            GateSpec.of(a_log, dt_bias, layers[0].lower_bound),
+            GateSpec.of(*gates.read(), lower_bound),
             StateRef.pool(cache.temporal, slots, null_slot=0),
             self.records,
-            rows,
-            (last + 1).to(torch.int32),
+            self._rows[:number],
+            torch.add(last, 1, out=accepted),
             kept=kept,
             selection=selection,
         )

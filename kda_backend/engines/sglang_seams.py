@@ -86,7 +86,12 @@ SGLANG_RECORDS = Part.of(
             " req_pool_indices?",
             body=True,
         ),
-        Seam(f"{_HYBRID}:fused_conv_window_scatter_with_mask"),
+        Seam(
+            f"{_HYBRID}:scatter_mamba_states_after_mtp_verify",
+            takes="mamba_caches state_indices_tensor last_correct_step_indices"
+            " mamba_track_indices mamba_steps_to_track ...",
+            body=True,
+        ),
         Seam(f"{_KDA}._translate_mamba_indices", given="mamba_indices"),
         Seam(f"{_MEMORY}:HybridReqToTokenPool", has="mamba_pool_cls mamba_pool"),
         Seam(f"{_MEMORY}:MambaPool.__init__", takes="...", body=True),

@@ -73,7 +73,7 @@ def keep_records(vllm_config: Any, module: Any, lower_bound: float | None, targe
     if not replays and not draft_records.wanted(target, tokens, FEWEST_TOKENS):
         return
     if not (replays or asked) and module.get_state_dtype()[1] == torch.float16:
-        return  # the fold of these has not run on a GPU
+        return  # steps of these have not been timed beside states of 16 bits
     if module.recoverssm_records is not None:
         return  # Kimi-K3's, which vLLM has made
     reason = seams.refusal(VLLM_RECORDS) or _not_served(vllm_config, module)

@@ -34,7 +34,7 @@ from backend_core.engines.in_place import in_place_of
 from backend_core.engines.vllm_flag import say
 from kda_backend.contract.values import Records
 from kda_backend.engines import vllm_fold
-from kda_backend.engines.draft_records import VARIABLE
+from kda_backend.engines.draft_records import VARIABLE, LayerGates
 
 
 @dataclass
@@ -183,7 +183,7 @@ class CommitGroup:
         known = vllm_config.compilation_config.static_forward_context
         self._layers = [known[name] for name in layer_names]
         self._context: Any = None
-        self._gates: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._gates: LayerGates | None = None
         self._sizes = {
             "spec_query_len": 1 + vllm_config.num_speculative_tokens,
             "max_num_reqs": vllm_config.scheduler_config.max_num_seqs,
@@ -208,10 +208,9 @@ class CommitGroup:
             )
             if folded_here:
                 vllm_fold.install(self._context, first.kda_runtime.selection, layers)
-            self._gates = [layer.A_log for layer in layers], [layer.dt_bias for layer in layers]
-        a_logs, biases = self._gates
-        torch.stack(a_logs, out=self._context.A_log)
-        torch.stack(biases, out=self._context.dt_bias)
+            self._gates = LayerGates(layers, self._context.A_log, self._context.dt_bias)
+        assert self._gates is not None
+        self._gates.read()
         return self._context
 
 

@@ -144,16 +144,16 @@ def commit(
     that of the windows, and that of states, which records have none of."""
     place = sglang_records.hybrid_linear_attn_backend
     keeps_records = served.pool.mamba_pool.mamba_cache.intermediate_ssm is None
-    upstream = place.fused_conv_window_scatter_with_mask
+    upstream = place.scatter_mamba_states_after_mtp_verify
 
-    def scatter(*tensors: Any) -> None:
+    def scatter(*given: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-            upstream(*tensors)
+            upstream(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         if keeps_records:
-            patch.setattr(place, "fused_conv_window_scatter_with_mask", scatter)
+            patch.setattr(place, "scatter_mamba_states_after_mtp_verify", scatter)
         else:
             patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         served.backend.update_mamba_state_after_mtp_verify(

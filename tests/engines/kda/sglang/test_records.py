@@ -27,6 +27,7 @@ from tests.engines.kda.sglang.harness import (
     LAYERS,
     LING,
     Served,
+    load,
     on_an_a100,
     one_rank,
     pools_of,
@@ -34,9 +35,11 @@ from tests.engines.kda.sglang.harness import (
 )
 from tests.engines.kda.sglang.test_drafts import (  # its tests too, of this module's server
     DRAFT,
+    commit,
     drafts,
     kept_of,
     options,
+    states_after,
     test_a_drafting_models_own_backend_is_left_alone,  # noqa: F401
     test_a_graph_of_drafts_serves_other_requests_than_it_was_captured_with,  # noqa: F401
     test_drafts_are_verified_and_what_is_accepted_is_kept,  # noqa: F401
@@ -44,6 +47,7 @@ from tests.engines.kda.sglang.test_drafts import (  # its tests too, of this mod
     test_padded_requests,  # noqa: F401
     test_the_prefix_cache_gets_the_state_of_an_accepted_token,  # noqa: F401
 )
+from tests.engines.kda.sglang.test_layer import check_pools, definitions, pools, tokens
 
 _POOL = HybridReqToTokenPool.mamba_pool_cls
 _RING = KimiLinearCacheParams.replayssm_ring_bytes_per_req
@@ -110,6 +114,25 @@ def test_records_are_released_with_the_pools(
     cache = served.pool.mamba_pool.mamba_cache
     found = (cache.temporal, cache.intermediate_conv_window[0], *kept_of(served))
     assert {x.untyped_storage().data_ptr() for x in found} <= freed
+
+
+def test_weights_that_are_loaded_anew_are_those_of_the_commit(upstreams: None) -> None:
+    with torch.no_grad():
+        served = Served(*options(1, FLAG))
+        served.fill_pools(seed=19)
+        anew = [{**served.weights(layer)} for layer in LAYERS]
+        for weights, layer in zip(anew, served.layers, strict=True):
+            weights["A_log"], weights["dt_bias"] = weights["A_log"] + 0.5, -weights["dt_bias"]
+            load(layer, weights, is_ling=served.is_ling)
+        x, before = tokens(DRAFT, seed=20), pools(served)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(served, "weights", dict(zip(LAYERS, anew, strict=True)).get)
+            found = [definitions(served, layer, [4], [False])[0] for layer in range(len(LAYERS))]
+        served.forward(x, drafts(served, [4]))
+        commit(served, [3])
+    for layer, request in enumerate(found):
+        _, (after,) = states_after([request], x, [DRAFT])
+        check_pools(served, layer, {4: after[2]}, before[layer])
 
 
 def test_a_draft_that_the_operator_refuses_ends_the_server(served: Served) -> None:
