@@ -166,7 +166,7 @@ def _headline() -> str:
         ),
         (
             f"KDA decode step, {len(steps)} sizes",
-            "FlashInfer (8 and 32 heads), vLLM, sglang, FLA",
+            f"FlashInfer ({kda.heads_of_flashinfer(steps)} heads), vLLM, sglang, FLA",
             [row["best_peer_gpu_ms"] / row["ours_gpu_ms"] for row in steps],
         ),
         (

@@ -254,11 +254,11 @@ def load_sglang(source: Path) -> Peer | None:
     return make
 
 
-FLASHINFER_HEADS = (8, 12, 24, 32, 48, 96)
+FLASHINFER_HEADS = (8, 12, 16, 24, 32, 48, 64, 96)
 
 
 def load_flashinfer() -> Peer | None:
-    """FlashInfer 0.7.2's ``fused_kda_decode`` in CuTe DSL, as it is installed: convolution,
+    """FlashInfer 0.7.4's ``fused_kda_decode`` in CuTe DSL, as it is installed: convolution,
     recurrence and norm in one launch. It wants slots that are aligned to 16 bytes, and states in
     fp32 or bf16."""
     try:

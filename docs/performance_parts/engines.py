@@ -24,6 +24,7 @@ _RECALL = (
     "recall_vllm033_bf16.json",
     "recall_vllm033_bf16_drafts.json",
     "recall_vllm033_fp16.json",
+    "recall_vllm033_fp16_drafts.json",
     "recall_sglang_upstream.json",
     "recall_sglang.json",
     "recall_sglang_fp16.json",

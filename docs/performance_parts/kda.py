@@ -322,6 +322,12 @@ def of_states(report: dict[str, Any], state: str) -> list[dict[str, Any]]:
     return [row for row in report["rows"] if row.get("state", "fp32") == state]
 
 
+def heads_of_flashinfer(rows: list[dict[str, Any]]) -> str:
+    """The numbers of heads that FlashInfer's kernel was timed with, as words."""
+    *most, last = sorted({row["H"] for row in rows if "flashinfer_gpu_ms" in row})
+    return f"{', '.join(map(str, most))} and {last}"
+
+
 def decode() -> list[str]:
     report = load("kda_decode_h200.json")
     rows = of_states(report, "fp32")
@@ -332,14 +338,13 @@ def decode() -> list[str]:
         cell = f"{us(row['ours_gpu_ms'])}, {ratio:.2f}×"
         times.setdefault((str(row["batch"]),), {})[f"{row['H']} heads"] = cell
     peers = ", ".join(sorted({_PEERS[row["best_peer"]] for row in rows}))
-    taken = sorted({row["H"] for row in rows if "flashinfer_gpu_ms" in row})
     return [
         *section("KDA decode step", report, "kda_decode_h200.json"),
         "",
         "A step from the packed projections to the gated norm, times in µs; the launches of a peer"
         f" are added. Each is followed by the time of the best peer ({peers}) over it; the"
         f" geometric mean is {mean(ratios):.2f}×, the least value {min(ratios):.2f}×. FlashInfer's"
-        f" kernel takes {' and '.join(map(str, taken))} of these numbers of heads. To read and"
+        f" kernel takes {heads_of_flashinfer(rows)} of these numbers of heads. To read and"
         f" write the fp32 state once at the copy bandwidth ({report['copy_gbs']:,.0f} GB/s) takes"
         f" {min(share):.0%} to {max(share):.0%} of our time."
         " [studies/kda.md](../studies/kda.md#decode-step) says what memory permits.",
