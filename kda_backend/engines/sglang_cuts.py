@@ -39,11 +39,11 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         model_config_of,
         resolving_view,
     )
-    from sglang.srt.configs.model_config import uses_kda_attention
+    from sglang.srt.configs.hybrid_arch import hybrid_kda_config
 
     if not (is_requested(server_args) and is_deterministic(server_args)):
         return
-    if not uses_kda_attention(model_config_of(server_args).hf_config):
+    if hybrid_kda_config(model_config_of(server_args)) is None:
         return
     found = resolving_view(server_args)
     if found.page_size is None:

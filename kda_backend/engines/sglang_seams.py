@@ -149,7 +149,7 @@ SGLANG_CUTS = Part.of(
     (
         Seam("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook"),
         *each(_HOOK, "model_config_of resolving_view declare_resolution"),
-        Seam("sglang.srt.configs.model_config:uses_kda_attention"),
+        Seam("sglang.srt.configs.hybrid_arch:hybrid_kda_config", takes="model_config"),
         Seam(f"{_FIELDS}.exec_:ExecDeterministic", has="enable_deterministic_inference"),
         Seam(
             f"{_FIELDS}.exec_:ExecMamba",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ from backend_core.strict import FallbackError
 from kda_backend.engines import sglang_cuts
 from kda_backend.engines.sglang_kernel import KdaKernel
 from tests.engines.core.sglang.test_dispatch import Ours, claim, families  # noqa: F401
-from tests.engines.kda.sglang.harness import Served, server_args
+from tests.engines.kda.sglang.harness import LING, Served, server_args
 
 FLAG = ("--attention-backend", "kda", "--enable-deterministic-inference")
 
@@ -60,6 +62,15 @@ def test_a_family_without_such_layers_says_so(
 
 def resolved(*options: str) -> Any:
     return resolving_view(server_args(*FLAG, *options))
+
+
+def test_ling_v3_is_served_too(tmp_path: Path) -> None:
+    """Its configuration does not name KDA layers as the others' do."""
+    (tmp_path / "config.json").write_text(json.dumps(LING))
+    model = ("--model-path", str(tmp_path))
+    assert resolved(*model).page_size == 64
+    kernel = Served(*FLAG, *model).dispatcher.extend_kernel
+    assert type(kernel) is KdaKernel and kernel.selection.shape.batch_invariant
 
 
 def test_prompts_are_cut_at_multiples_of_64() -> None:
