@@ -3,7 +3,8 @@
 sglang leaves prefill graphs off for KDA models but GLM-5.3-Flash. A step that is not captured is
 bound by its host time, so with this package's flag they are turned on, up to the tokens of
 `prefill_graphs`; what the user says of them stays, as do all other rules by which sglang turns them
-off. The KDA layers are captured too, on tables of `most_sequences`.
+off. The KDA layers are captured too, on tables of `most_sequences`. Ling-V3's it drops as it
+captures, since it does not find the MLA layers (`_with_mla`).
 
 A captured MLA layer takes its absorbed form, whose attention reads latents of 576 channels instead
 of keys of 192, and costs the more the longer the prompt. In graphs of more than `ABSORBED_TOKENS`
@@ -19,10 +20,12 @@ sizes for step sizes there. Where ours is not installed the graph breaks at the 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.configs.hybrid_arch import hybrid_kda_config
 from sglang.srt.utils.common import is_cuda
 
 from backend_core.engines import seams
@@ -77,23 +80,24 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     if not (is_requested(server_args) and is_cuda()):
         return
-    if not model_config.uses_kda_attention(hook.model_config_of(server_args).hf_config):
-        return
-    config = hook.resolving_view(server_args).cuda_graph_config
-    locked = server_args._cuda_graph_config_locked
-    phase = hook.Phase.PREFILL
-    if (phase, "backend") in locked or config.prefill.backend != hook.Backend.DISABLED:
+    model = hook.model_config_of(server_args)
+    if model_config.uses_kda_attention(model.hf_config):
+        as_upstream = hook.Backend.DISABLED
+    elif hybrid_kda_config(model) is not None:
+        as_upstream = hook.Backend.BREAKABLE  # Ling-V3, until sglang looks for its layers
+    else:
         return
     found = hook.resolving_view(server_args)
-    if found.enable_memory_saver:
-        return  # breakable graphs refuse it as the server starts
-    if _offloads_weights(found):
-        return  # a graph's breaks run outside of the calls that bring weights from host memory
-    if is_deterministic(server_args):
-        return  # a captured MLA layer takes another form, by the size of the step
+    config = found.cuda_graph_config
+    locked = server_args._cuda_graph_config_locked
+    phase = hook.Phase.PREFILL
+    if (phase, "backend") in locked or config.prefill.backend != as_upstream:
+        return
+    if _stay_off(server_args, found):
+        return
     resolved: dict[str, Any] = {}
     if not {(phase, "max_bs"), (phase, "bs")} & locked:
-        buckets = _buckets(found, hook.model_config_of(server_args).hf_text_config)
+        buckets = _buckets(found, model.hf_text_config)
         resolved = {"max_bs": buckets[-1], "bs": buckets}
     enabled = hook.with_phase(config, phase, backend=hook.Backend.BREAKABLE, **resolved)
     hook.declare_resolution(server_args, "kda_dsv4_prefill_graphs", cuda_graph_config=enabled)
@@ -169,6 +173,21 @@ def mla_runs_outside(text_config: Any) -> bool:
     )
 
 
+def _stay_off(server_args: Any, found: Any) -> bool:
+    """Whether nothing is captured that sglang leaves eager.
+
+    Args:
+        found: sglang's arguments, as far as they are resolved.
+    """
+    return bool(
+        found.enable_memory_saver  # breakable graphs refuse it as the server starts
+        # a graph's breaks run outside of the calls that bring weights from host memory
+        or _offloads_weights(found)
+        # a captured MLA layer takes another form, by the size of the step
+        or is_deterministic(server_args)
+    )
+
+
 def _offloads_weights(found: Any) -> bool:
     """Whether sglang's resolved arguments keep weights of layers in host memory."""
     return bool(found.cpu_offload_gb > 0 or found.offload_group_size > 0)
@@ -204,3 +223,17 @@ def prepare(backend: Any, runner: Any, *, ours: bool) -> None:
     sequences = most_sequences(kernel.selection.shape.num_value_heads)
     backend.linear_attn_backend.prefill_graph_max_seqs = sequences
     backend.prefill_cuda_graph_max_batch_size = sequences
+    if not _stay_off(runner.server_args, runner.server_args):
+        runner.get_cuda_graph_layers = functools.partial(_with_mla, runner.get_cuda_graph_layers)
+
+
+def _with_mla(upstream: Callable[[Any], Any], model: Any) -> Any:
+    """The layers that sglang looks for in a model before it captures prefills, with the MLA layers
+    of Ling-V3: without one of each layer it captures nothing."""
+    found = upstream(model)
+    for number, layer in enumerate(model.layers):
+        mla: Any = getattr(layer, "attention", None)
+        if found.attention_layers[number] is None and hasattr(mla, "attn_mqa"):
+            found.attention_layers[number] = mla.attn_mqa
+            found.mha_companion_layers[number] = getattr(mla, "attn_mha", None)
+    return found

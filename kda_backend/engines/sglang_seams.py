@@ -134,6 +134,15 @@ SGLANG_GRAPHS = Part.of(
         ),
         *each("sglang.srt.arg_groups.memory_hook", "reserve_for_graph_mb use_mla_backend"),
         Seam("sglang.srt.configs.model_config:uses_kda_attention"),
+        Seam("sglang.srt.configs.hybrid_arch:hybrid_kda_config", takes="model_config"),
+        Seam(
+            "sglang.srt.model_executor.model_runner:ModelRunner.get_cuda_graph_layers",
+            takes="layer_model",
+        ),
+        Seam(
+            "sglang.srt.model_executor.model_runner_components.layer_setup:AttentionAndMoeLayers",
+            has="attention_layers mha_companion_layers",
+        ),
         Seam(f"{_FIELDS}.exec_:ExecOffload", has="cpu_offload_gb offload_group_size"),
         Seam(f"{_GRAPH}:kda_extend_in_graph", calls=f"extend: {_PREFILL}"),
         Seam(_KDA, has="prefill_graph_max_seqs"),

@@ -25,6 +25,9 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner_components.layer_setup import (
+    compute_attention_and_moe_layers,
+)
 from sglang.srt.models.bailing_moe_v3 import BailingKDA
 from sglang.srt.models.kimi_linear import KimiDeltaAttention
 from sglang.srt.runtime_context import get_parallel, publish
@@ -167,6 +170,7 @@ class Served:
             token_to_kv_pool=SimpleNamespace(),
             is_draft_worker=False,
             use_mla_backend=False,
+            get_cuda_graph_layers=compute_attention_and_moe_layers,
         )
         if self.args.enable_linear_replayssm_spec:
             self.reserve_records()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 from sglang.srt.arg_groups import memory_hook
 from sglang.srt.arg_groups.cuda_graph_hook import resolving_view
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
+from sglang.srt.model_executor import cuda_graph_config
 
 from kda_backend.engines import prefill_graphs, sglang_layer, sglang_prefill_graphs
-from tests.engines.kda.sglang.harness import Served, server_args
+from tests.engines.kda.sglang.harness import LING, Served, server_args
 
 FLAG = ("--attention-backend", "kda")
 
@@ -19,6 +22,7 @@ FLAG = ("--attention-backend", "kda")
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_prefill_graphs, "is_cuda", lambda: True)
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")
 
 
 def prefill(*options: str) -> Any:
@@ -152,6 +156,37 @@ def test_mla_layers_of_the_model_break_large_graphs(monkeypatch: pytest.MonkeyPa
     Served(*FLAG)
     ((_, tokens),) = broken
     assert tokens == sglang_prefill_graphs.ABSORBED_TOKENS
+
+
+def ling(folder: Path, **more: Any) -> tuple[str, str]:
+    """The option for a small Ling-V3, whose graphs sglang leaves on and drops as it captures."""
+    (folder / "config.json").write_text(json.dumps({**LING, **more}))
+    return "--model-path", str(folder)
+
+
+def test_ling_v3_has_graphs_of_these_sizes(on_a_gpu: None, tmp_path: Path) -> None:
+    model = ling(tmp_path, q_lora_rank=256)
+    assert prefill(*model).backend == prefill(*FLAG, *model).backend == "breakable"
+    assert prefill(*FLAG, *model).bs == prefill_graphs.sizes(1024) != prefill(*model).bs
+    own = ("--cuda-graph-max-bs-prefill", "512")
+    assert prefill(*FLAG, *model, *own).bs == prefill(*model, *own).bs
+    assert prefill(*FLAG, *model, "--enable-two-batch-overlap").backend == "disabled"
+
+
+@pytest.mark.parametrize("option", [None, "--enable-memory-saver", "--cpu-offload-gb=1"])
+def test_ling_v3s_mla_layers_are_found(
+    option: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sglang captures nothing if a layer has no attention that it knows."""
+    monkeypatch.setattr(hybrid_linear_attn_backend, "check_cuda_graph_backend", lambda *_: True)
+    served = Served(*FLAG, *ling(tmp_path), *([option] if option else []))
+    kda, absorbed, per_head = object(), object(), object()
+    attention = SimpleNamespace(attn=kda), SimpleNamespace(attn_mqa=absorbed, attn_mha=per_head)
+    model = SimpleNamespace(layers=[SimpleNamespace(attention=own) for own in attention])
+    found = served.runner.get_cuda_graph_layers(model)
+    eager = option is not None
+    assert found.attention_layers == [kda, None if eager else absorbed]
+    assert found.mha_companion_layers == [None, None if eager else per_head]
 
 
 def test_glms_own_graphs_stay() -> None:
