@@ -61,5 +61,6 @@ class LayerGates:
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A_log and dt_bias of all layers, copied by one launch."""
-        torch._foreach_copy_(self._rows, self._weights)
+        with torch.no_grad():
+            torch._foreach_copy_(self._rows, self._weights)
         return self._gates
