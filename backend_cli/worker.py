@@ -39,6 +39,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            start_new_session=True,  # an interrupt from the terminal is for its parent alone
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
         )
         self._read(START_SECONDS)
@@ -57,6 +58,11 @@ class Worker:
             self._dead(timeout, timed_out=False)
         found: dict[str, Any] = json.loads(self._read(timeout))
         return found
+
+    def kill(self) -> None:
+        """End the process, whatever it does; an `ask` that waits for it raises."""
+        self._process.kill()
+        self._process.wait(END_SECONDS)
 
     def close(self) -> None:
         """Let the process end, and wait for it; one that does not is killed."""
@@ -101,7 +107,7 @@ class Worker:
 
 class Workers:
     """Workers one after another: one is started when it is asked for, and another where it has died
-    or was dropped. Used in a ``with`` statement."""
+    or was dropped. Used in a ``with`` statement, which kills it on an interrupt."""
 
     def __init__(self, module: str, *arguments: str, **environment: str) -> None:
         self._start = module, list(arguments), environment
@@ -110,7 +116,9 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is KeyboardInterrupt:
+            self.kill()
         self.drop()
 
     def ask(self, line: str, timeout: float) -> dict[str, Any]:
@@ -121,6 +129,11 @@ class Workers:
         except WorkerDiedError:
             self._worker = None
             raise
+
+    def kill(self) -> None:
+        """End the worker, if there is one."""
+        if self._worker is not None:
+            self._worker.kill()
 
     def drop(self) -> None:
         """Let the worker end: an illegal access leaves it no GPU to go on with."""
@@ -145,10 +158,14 @@ def ask_all(
         timeout: for one answer, in seconds.
         done: called with a line's number and its answer, from several threads; ``False`` leaves the
             rest out.
+
+    Raises:
+        KeyboardInterrupt: at an interrupt. Workers are killed, and ``done`` is not called any more.
     """
     numbers = iter(range(len(lines)))
     lock = threading.Lock()
-    over = threading.Event()
+    over, interrupted = threading.Event(), threading.Event()
+    started: list[Workers] = []
 
     def take() -> int | None:
         with lock:
@@ -156,6 +173,7 @@ def ask_all(
 
     def serve() -> None:
         with start() as workers:
+            started.append(workers)
             while (number := take()) is not None:
                 begin = time.perf_counter()
                 try:
@@ -167,14 +185,23 @@ def ask_all(
                     message = str(error) if died else f"{type(error).__name__}: {error}"
                     seconds = round(time.perf_counter() - begin, 2)
                     answer = {"status": "failed", "seconds": seconds, "message": message}
-                if not done(number, answer):
-                    over.set()
+                with lock:
+                    if not interrupted.is_set() and not done(number, answer):
+                        over.set()
 
     threads = [threading.Thread(target=serve, daemon=True) for _ in range(min(jobs, len(lines)))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        with lock:
+            over.set()
+            interrupted.set()
+        for workers in started:
+            workers.kill()
+        raise
 
 
 def serve_answers(answer: Any) -> None:

@@ -24,6 +24,7 @@ import math
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_high as median
@@ -46,6 +47,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 INTERVALS = 32
 PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
+PROFILED_DECODE = (16, 128)  # more may have no room where they draft
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
 SERVED = "KDA layers on"  # of the line that this package writes at model load
 FULL_ATTENTION = ("default", "triton")  # sglang's own choice of MLA, which is fa3 on Hopper
@@ -302,13 +304,14 @@ def add_step(side: SideFile, asked: Asked, count: int, length: int) -> None:
     """The row of a decode step, by the times between tokens of one sequence."""
     new = new_tokens(count, length, asked.drafts)
     prompts = asked.prompts(count, length)
-    times = serve_work.timed_again(lambda: intervals_ms(asked.arrivals(prompts, new)))
+    times = serve_work.timed_again(lambda: intervals_ms(asked.arrivals(prompts, new))[0])
     spread = {"least_ms": min(times), "steps": len(times)}
     side.add(row(decode_name(count, length), "decode", median(times), **spread))
 
 
-def intervals_ms(arrivals: list[list[float]]) -> list[float]:
-    """Times between tokens of the sequence that began last, while all others decode too, in ms.
+def intervals_ms(arrivals: list[list[float]]) -> tuple[list[float], float]:
+    """Times between tokens of the sequence that began last, while all others decode too, and the
+    time from then on, in ms.
 
     Raises:
         ValueError: there are fewer than 8: a sequence ended before the last one began.
@@ -319,7 +322,7 @@ def intervals_ms(arrivals: list[list[float]]) -> list[float]:
     times = [1e3 * (b - a) for a, b in pairwise(within)][-INTERVALS:]
     if len(times) < 8:
         raise ValueError(f"expected at least 8 tokens while all decode, got {len(times) + 1}")
-    return times
+    return times, 1e3 * (max(times[-1] for times in arrivals) - within[-1])
 
 
 def tokens_of(output: dict[str, Any]) -> dict[str, Any]:
@@ -337,16 +340,29 @@ def tokens_of(output: dict[str, Any]) -> dict[str, Any]:
 
 
 def profiles(asked: Asked) -> list[dict[str, Any]]:
-    """Of each call, the profile of each rank."""
+    """Of each call and of a decode step, the profile of each rank."""
     found = []
     for count, length in PROFILED:
-        with tempfile.TemporaryDirectory() as place:
-            asked.engine.start_profile(output_dir=place, activities=["GPU"])
-            asked.call(count, length)
-            asked.engine.stop_profile()
-            ranks = [serve_profile.summary(s) for s in traces(Path(place), asked.ranks, 30.0)]
-        found += serve_profile.shown(call_name(count, length), ranks)
-    return found
+        _, ranks = traced(asked, functools.partial(asked.call, count, length))
+        found += serve_profile.shown(
+            call_name(count, length), [serve_profile.summary(spans) for spans in ranks]
+        )
+    count, length = PROFILED_DECODE
+    prompts, new = asked.prompts(count, length), new_tokens(count, length, asked.drafts)
+    arrivals, ranks = traced(asked, lambda: asked.arrivals(prompts, new))
+    times, left = intervals_ms(arrivals)
+    steps = (serve_profile.last(spans, sum(times), left) for spans in ranks)
+    own = [serve_profile.summary(spans, len(times)) for spans in steps]
+    return found + serve_profile.shown(decode_name(count, length), own)
+
+
+def traced(asked: Asked, run: Callable[[], Any]) -> tuple[Any, list[list[serve_profile.Span]]]:
+    """What ``run`` returns, and the kernels and copies of each rank meanwhile."""
+    with tempfile.TemporaryDirectory() as place:
+        asked.engine.start_profile(output_dir=place, activities=["GPU"])
+        returned = run()
+        asked.engine.stop_profile()
+        return returned, traces(Path(place), asked.ranks, 30.0)
 
 
 def traces(place: Path, ranks: int, seconds: float) -> list[list[serve_profile.Span]]:

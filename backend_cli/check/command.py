@@ -22,6 +22,7 @@ from backend_cli.worker import Workers, ask_all
 from backend_core.target import KNOWN_TARGETS, Target, detect_target
 
 SCHEMA = 3
+_NOT_RUN = "not run: interrupted"
 
 
 def check(
@@ -63,6 +64,8 @@ def check(
             write_json(json_path, report)
     finally:  # also where a disk is full by now
         _print_report(report, verbose=verbose)
+    if report.get("interrupted"):
+        raise typer.Exit(130)
     if report["failures"] or not report["checked"]:
         raise typer.Exit(1)
 
@@ -75,6 +78,7 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
     - ``info``: what ``info --json`` prints for the target, without the operators of its families,
       and with shipped tables named without their folder;
     - ``interpreted``: whether the kernels ran in Triton's interpreter;
+    - ``interrupted``: whether it was ended by hand before all calls were made;
     - ``checked``, ``failures``: how many calls were made, and how many were not right;
     - ``results``: for each call ``family``, ``operator``, ``path``, ``grids``, ``params``,
       ``case``, ``status`` (``"ok"``, ``"wrong"``, ``"failed"`` or ``"skipped"``), ``error`` and
@@ -104,8 +108,10 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
         for probe in todo
     ]
     asked = [number for number, probe in enumerate(todo) if probe.skip is None]
-    checked = len(asked)
-    with Bar(f"checking {target.name}", checked) as bar:
+    for number in asked:
+        results[number]["message"] = _NOT_RUN
+    interrupted = False
+    with Bar(f"checking {target.name}", len(asked)) as bar:
 
         def done(place: int, answer: dict[str, Any]) -> bool:
             results[asked[place]].update(answer)
@@ -117,7 +123,10 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
                 return Workers(WORKER, target.name, TRITON_INTERPRET="1")
             return Workers(WORKER)
 
-        ask_all([str(number) for number in asked], start, jobs, timeout, done)
+        try:
+            ask_all([str(number) for number in asked], start, jobs, timeout, done)
+        except KeyboardInterrupt:
+            interrupted = True
     return {
         "script": "backend_cli/check/command.py",
         "schema": SCHEMA,
@@ -125,7 +134,8 @@ def run(target: Target, interpreted: bool, jobs: int, timeout: float) -> dict[st
         "seconds": round(time.perf_counter() - begin, 1),
         "info": _info(target),
         "interpreted": interpreted,
-        "checked": checked,
+        "interrupted": interrupted,
+        "checked": sum(results[number]["status"] != "skipped" for number in asked),
         "failures": sum(row["status"] in ("wrong", "failed") for row in results),
         "results": results,
     }
@@ -196,6 +206,9 @@ def _print_report(report: dict[str, Any], *, verbose: bool) -> None:
             "no GPU here, so nothing was compiled; --interpret H200 runs that part's Triton "
             "kernels on the CPU"
         )
+    if report.get("interrupted"):  # older reports do not say
+        left = sum(row["message"] == _NOT_RUN for row in report["results"])
+        print(f"interrupted: {left} calls were not made")
     largest = _error(report["results"])
     errors = f"errors of up to {largest} of what is allowed, " if largest else ""
     print(

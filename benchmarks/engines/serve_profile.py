@@ -49,10 +49,10 @@ class Trace:
         ]
 
 
-def last(spans: list[Span], ms: float) -> list[Span]:
-    """Those that begin in the last ``ms`` before the end."""
-    end = max((end for _, _, end in spans), default=0.0)
-    return [span for span in spans if span[1] >= end - 1e3 * ms]
+def last(spans: list[Span], ms: float, left_ms: float = 0.0) -> list[Span]:
+    """Those that begin in the last ``ms`` before the end, or before ``left_ms`` of it are left."""
+    end = max((end for _, _, end in spans), default=0.0) - 1e3 * left_ms
+    return [span for span in spans if end - 1e3 * ms <= span[1] <= end]
 
 
 def summary(spans: list[Span], steps: int = 1) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class LayerGates:
         return cls(layers, *(x.new_empty(len(layers), x.numel()) for x in weights))
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A_log and dt_bias of all layers, copied by one launch."""
-        torch._foreach_copy_(self._rows, self._weights)
+        """A_log and dt_bias of all layers, copied in one call."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._rows, self._weights)
         return self._gates

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +18,16 @@ from benchmarks.engines import serve_work
 
 
 class Engine:
-    """Answers at once; a profile of it has two kernels."""
+    """Answers at once; a profile has two kernels of a call, and one a millisecond of a stream."""
+
+    streamed = False
 
     def generate(
         self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]], **more: Any
     ) -> Any:
         assert len(input_ids) == len(sampling_params)
-        if more.get("stream"):
+        self.streamed = more.get("stream", False)
+        if self.streamed:
             return self.stream(sampling_params)
         return [
             {
@@ -53,6 +58,9 @@ class Engine:
             {"name": "aten::mm", "cat": "cpu_op", "ts": 0, "dur": 50},
             {"name": "Memcpy", "cat": "gpu_memcpy", "ts": 20, "dur": 5},
         ]
+        if self.streamed:
+            step = {"name": "step", "cat": "kernel", "dur": 500}
+            events = [{**step, "ts": 1000 * at} for at in range(10)]
         text = json.dumps({"traceEvents": events}).encode()
         (self.place / "1").mkdir()
         (self.place / "1" / "TP-0.trace.json.gz").write_bytes(gzip.compress(text))
@@ -70,6 +78,8 @@ def asked() -> serve_sglang.Asked:
 
 
 def test_every_part_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: 1e-6 * next(ticks))
     monkeypatch.setattr(serve_sglang, "DECODES", ((4, 128),))
     monkeypatch.setattr(serve_work, "CROWDS", {"crowd": (9, 64, 7), "long_crowd": (3, 1024, 7)})
     side = serve_work.SideFile(tmp_path / "side.json", float("inf"), {"head": {}})
@@ -88,6 +98,10 @@ def test_every_part_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     profile = kept["profiles"][0]
     assert profile["what"] == "1 × 128" and set(profile["kernels"]) == {"gemm", "Memcpy"}
     assert profile["gpu_ms"] == pytest.approx(0.01) and profile["busy"] == pytest.approx(2 / 3)
+    # 32 steps of 16 tokens, one each microsecond, end 15 of them before the last token
+    profile = kept["profiles"][-1]
+    assert profile["what"] == "decode step, 16 × 128" and set(profile["kernels"]) == {"step"}
+    assert profile["gpu_ms"] * 32 == pytest.approx(0.5)
 
 
 def test_decodes_without_room_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +121,8 @@ def test_a_step_is_timed_while_all_sequences_decode() -> None:
     last = [0.05 + 0.01 * i for i in range(20)]
     with pytest.raises(ValueError, match="at least 8 tokens while all decode, got 7"):
         serve_sglang.intervals_ms([first, last])
-    times = serve_sglang.intervals_ms([[0.01 * i for i in range(60)], last])
-    assert times == pytest.approx([10.0] * 19)
+    times, left = serve_sglang.intervals_ms([[0.01 * i for i in range(60)], last])
+    assert times == pytest.approx([10.0] * 19) and left == pytest.approx(350.0)
 
 
 def test_no_trace_is_an_error(tmp_path: Path) -> None:

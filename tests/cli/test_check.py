@@ -221,6 +221,24 @@ def test_a_call_without_a_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) 
     assert "Resource temporarily unavailable" in failed[0]
 
 
+def test_an_interrupted_check_says_what_it_has_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def two_answers(lines: list[str], *more: Any) -> None:
+        more[-1](0, {"status": "ok", "error": 0.0, "allowed": 1.0, "seconds": 0.1, "message": None})
+        more[-1](1, {"status": "wrong", "error": 2.0, "allowed": 1.0, "message": "error 2.0"})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check_module, "ask_all", two_answers)
+    file = tmp_path / "check.json"
+    code, out, _ = run("check", "--json", str(file))
+    report = json.loads(file.read_text())
+    assert code == 130 and report["interrupted"]
+    assert (report["checked"], report["failures"]) == (2, 1)
+    left = [row for row in report["results"] if row["message"] == "not run: interrupted"]
+    assert f"interrupted: {len(left)} calls were not made" in out and "1 of 2 calls right" in out
+
+
 def test_every_row_of_a_table_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What was found on an H200, with two calls made wrong: exit code 1, and all is kept."""
     report = json.loads((RESULTS / "check_h200.json").read_text())

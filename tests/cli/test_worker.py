@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +34,32 @@ def test_a_worker_that_does_not_answer(
     with pytest.raises(WorkerDiedError, match=message):
         asked.ask("1", timeout=2.0)
     assert asked._process.poll() is not None
+
+
+def test_an_interrupt_ends_workers_and_what_they_would_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first line is answered at once, the second never, during which the interrupt comes."""
+    answers = "import json\nprint(json.dumps({'status': 'ok'}), flush=True)\n"
+    source = f"{READY}{answers}sys.stdin.readline()\ntime.sleep(600)\n"
+    (tmp_path / "answers_once.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    found: list[tuple[int, dict[str, Any]]] = []
+    started: list[Worker] = []
+    upstream = Worker.ask
+
+    def ask(self: Worker, line: str, timeout: float) -> dict[str, Any]:
+        started.append(self)
+        if line == "1":
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return upstream(self, line, timeout)
+
+    def done(number: int, answer: dict[str, Any]) -> bool:
+        found.append((number, answer))
+        return True
+
+    monkeypatch.setattr(Worker, "ask", ask)
+    with pytest.raises(KeyboardInterrupt):
+        worker.ask_all(["0", "1", "2"], lambda: worker.Workers("answers_once"), 1, 100.0, done)
+    assert found == [(0, {"status": "ok"})]
+    assert len(started) == 2 and started[1]._process.poll() is not None
