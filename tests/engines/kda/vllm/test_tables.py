@@ -29,13 +29,13 @@ from tests.engines.kda.vllm.models import MODELS, build, definition_of
 from tests.engines.kda.weights import Definition
 
 TOLERANCE = 2e-2  # activations are bf16 between the projections and the kernels
-BUCKET = 128
+BUCKET = 160
 Batch = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 """Tokens of each request, and their slots in each cache group."""
 FIRST: Batch = (70, 3, 20), ((3, 5, 7), (2, 9, 4))
 BATCHES: list[Batch] = [
     FIRST,
-    ((100,), ((8,), (6,))),  # the rows after it had requests that began
+    ((150,), ((8,), (6,))),  # the rows after it had requests that began
     ((1, 1, 1, 80, 2), ((7, 8, 3, 5, 10), (4, 6, 2, 9, 10))),  # three that decode beside prefills
     ((1, 1, 1, 30), ((7, 8, 1, 2), (4, 6, 1, 3))),  # the third is a prompt of one token
 ]
