@@ -252,7 +252,7 @@ def shipped() -> Any:
 
 @pytest.fixture(scope="module")
 def questions() -> recall.QuestionSet:
-    return recall.read_questions(demo.RECALL / "questions.jsonl").head(4)
+    return recall.read_questions(demo.RECALL / "questions.jsonl").head(8)
 
 
 def accuracy(model: Any, questions: recall.QuestionSet) -> float:
