@@ -194,7 +194,8 @@ def ask_all(
         thread.start()
     try:
         for thread in threads:
-            thread.join()
+            while thread.is_alive():  # another thread may have got the interrupt's signal
+                thread.join(0.2)
     except KeyboardInterrupt:
         with lock:
             over.set()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from typing import Any
 
@@ -36,7 +35,9 @@ def spare_repeated_work() -> None:
     interpreter._kda_dsv4_patched = True
     _patch_the_language_once_in_a_launch()
     _know_numpys_types()
+    _compare_and_unwrap_what_is_plain()
     _share_shapes()
+    _broadcast_numbers()
     _leave_out_assertions_that_nobody_reads()
     interpreter.ReduceOps.generic_reduce = _reduce_by_slices
 
@@ -58,7 +59,17 @@ def _patch_the_language_once_in_a_launch() -> None:
         done.clear()
         restore(scope)
 
+    def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
+        for name in names_of(pkg):
+            if core.is_builtin(member := getattr(pkg, name)):
+                interpreter._patch_attr(pkg, name, member, builder, scope)
+
+    @functools.cache
+    def names_of(pkg: Any) -> list[str]:
+        return [name for name in dir(pkg) if callable(getattr(pkg, name))]
+
     interpreter._patch_lang = patch_lang
+    interpreter._patch_builtin = patch_builtin
     interpreter._LangPatchScope.restore = restored
 
 
@@ -75,6 +86,19 @@ def _know_numpys_types() -> None:
     interpreter._get_np_dtype = get_np_dtype
 
 
+def _compare_and_unwrap_what_is_plain() -> None:
+    """Each type is compared by its name, also with itself, and whatever may be a constant is asked
+    whether it is a list, a tuple and a constant."""
+    upstream, equal = core._unwrap_if_constexpr, core.dtype.__eq__
+    plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type}
+
+    def unwrap(value: Any) -> Any:
+        return value if type(value) in plain else upstream(value)
+
+    core._unwrap_if_constexpr = unwrap
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
 def _share_shapes() -> None:
     """Each tensor wraps the numbers of its shape, their types and the types' names anew."""
     upstream = core._type_for_tuple_values
@@ -89,30 +113,64 @@ def _share_shapes() -> None:
         return upstream(values, fields)
 
     @functools.cache
-    def shape_of(*shape: int) -> tuple[Any, Any]:
-        return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
-
-    @functools.cache
-    def block_of(*shape: int) -> tuple[Any, int, str]:
+    def shapes_of(*shape: int) -> tuple[Any, int, str, Any, Any]:
+        """Of a block's type: its shape, number of elements and their text; of its tensors: both."""
         block = object.__new__(core.block_type)
         upstream_block(block, core.float32, list(shape))
-        return block.shape, block.numel, f"{block.shape}"
+        wrapped = core.tuple([core.constexpr(n) for n in shape])
+        return block.shape, block.numel, f"{block.shape}", wrapped, core.constexpr(block.numel)
+
+    def unwrap_shape(shape: Any) -> list[Any]:
+        values = shape.values if type(shape) is core.tuple else shape
+        values = [x.value if type(x) is core.constexpr else x for x in values]
+        return values if all(type(x) is int for x in values) else upstream_unwrap(shape)
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
         assert isinstance(shape, (list, core.tuple))
-        numbers = core._unwrap_shape(shape)
-        self.element_ty = element_ty
-        self.shape, self.numel, text = block_of(*numbers)
+        if id(shape) not in known:
+            shapes = shapes_of(*unwrap_shape(shape))
+            shape = shapes[0]
+            known[id(shape)] = shapes  # which keeps it alive
+        self.element_ty, self.shapes = element_ty, known[id(shape)]
+        self.shape, self.numel, text, *_ = self.shapes
         self.name = f"<{text}, {element_ty}>"
 
     def init(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shape_of(*(type.shape if type.is_block() else ()))
+        self.shape, self.numel = type.shapes[3:] if type.is_block() else scalar
 
-    upstream_block = core.block_type.__init__
+    known: dict[int, Any] = {}
+    scalar = core.tuple([]), core.constexpr(1)
+    upstream_unwrap, upstream_block = core._unwrap_shape, core.block_type.__init__
+    core._unwrap_shape = unwrap_shape
     core.block_type.__init__ = init_block
     core._type_for_tuple_values = type_for
     core.tensor.__init__ = init
+
+
+def _broadcast_numbers() -> None:
+    """Shapes of two blocks are compared as tuples of constants; mostly they are the same."""
+    upstream = TritonSemantic.broadcast_impl_value
+
+    def widened(self: Any, x: Any, shape: list[int]) -> Any:
+        if x.type.shape.values == shape:
+            return x
+        handle = self.builder.create_broadcast(x.handle, shape)
+        return self.tensor(handle, core.block_type(x.type.scalar, shape))
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if not (lhs.type.is_block() and rhs.type.is_block()):
+            return upstream(self, lhs, rhs)
+        left, right = lhs.type.shape, rhs.type.shape
+        if left is right:
+            return lhs, rhs
+        pairs = list(zip(left.values, right.values, strict=False))
+        if len(left) != len(right) or not all(m == n or 1 in (m, n) for m, n in pairs):
+            return upstream(self, lhs, rhs)
+        shape = [max(pair) for pair in pairs]
+        return widened(self, lhs, shape), widened(self, rhs, shape)
+
+    TritonSemantic.broadcast_impl_value = broadcast
 
 
 def _leave_out_assertions_that_nobody_reads() -> None:

@@ -45,7 +45,11 @@ def cut_models() -> list[str]:
             more = [f"{row[f'{x}_ms']:,.1f} ({x.replace('_', ' ')})" for x in others]
             ratio = f"{row['upstream_ms'] / row['flag_ms']:.2f}"
             cells.append([link, row["what"], *times, ratio, ", ".join(more)])
-        machine = f"{report['gpu']}, torch {report['torch']}, {report['date']}"
+        gpus = "all sides on one" if report.get("beside") else "each side on one of its own"
+        machine = (
+            f"{report['gpu']}, {gpus}, {own['cores']} CPU cores, torch {report['torch']},"
+            f" {report['date']}"
+        )
         note = f"- {title}: {engine_of(report)}, {', '.join(cut)}; {machine}."
         tokens += [[title, *row] for row in _tokens(report, others)]
         notes.append(" ".join([note, *_drafts_and_paths(report)]))

@@ -62,24 +62,27 @@ class DraftRecords:
         self.records = records
         self._pool = pool
         self._served: tuple[KdaSelection, LayerGates, float | None] | None = None
-        rows, device = records.correction.shape[1], records.correction.device
-        self._rows = torch.arange(rows, dtype=torch.int32, device=device)
-        self._counts = torch.empty(2, rows, dtype=torch.int32, device=device)
-        self._no_states = torch.empty(0, device=device)
 
     def of_layer(self, layer_id: int) -> Records:
         """Records of a layer, by its number in the model."""
         return self.records.of_layer(self._pool.mamba_layer_ids.index(layer_id))
 
     def serve(self, selection: KdaSelection, layers: list[Any]) -> None:
-        """Commit with these layers' gates from now on."""
+        """Commit with these layers' gates from now on.
+
+        What is made here outlives a release of the pools' memory.
+        """
         of_number = {layer.layer_id: layer for layer in layers}
         gates = LayerGates.of([of_number[number] for number in self._pool.mamba_layer_ids])
         self._served = selection, gates, layers[0].lower_bound
+        rows, device = self.records.correction.shape[1], self.records.correction.device
+        self._rows = torch.arange(rows, dtype=torch.int32, device=device)
+        self._counts = torch.empty(2, rows, dtype=torch.int32, device=device)
+        self._no_states = torch.empty(0, device=device)
 
     def compile(self, selection: KdaSelection) -> None:
         """Compile what `commit` launches with a selection, on padded requests alone."""
-        none = torch.full((1,), -1, dtype=torch.int32, device=self._rows.device)
+        none = torch.full((1,), -1, dtype=torch.int32, device=self.records.correction.device)
         for track in (None, none):
             self._fold(selection, none, none, track, track)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,17 @@ def test_an_interrupt_ends_workers_and_what_they_would_say(
         worker.ask_all(["0", "1", "2"], lambda: worker.Workers("answers_once"), 1, 100.0, done)
     assert found == [(0, {"status": "ok"})]
     assert len(started) == 2 and started[1]._process.poll() is not None
+
+
+def test_an_interrupt_ends_a_single_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in a session of its own, so that the terminal's interrupt does not reach it first."""
+    (tmp_path / "answers_nothing.py").write_text(f"{READY}time.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(worker, "END_SECONDS", 30.0)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), worker.Workers("answers_nothing") as workers:
+        workers._worker = Worker("answers_nothing", [], {})
+        process = workers._worker._process
+        assert os.getsid(process.pid) == process.pid
+        raise KeyboardInterrupt
+    assert process.poll() == -signal.SIGKILL and time.monotonic() - begin < 30.0

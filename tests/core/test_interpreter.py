@@ -79,6 +79,22 @@ def test_upstreams_own_gives_the_same_bits() -> None:
     assert done.stdout.strip() == str(run().tolist())
 
 
+@triton.jit
+def added_kernel(out_ptr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    o_n = tl.arange(0, LEFT)
+    tl.store(out_ptr + o_n, o_n + tl.reshape(o_n[:, None] + tl.arange(0, RIGHT), (LEFT * RIGHT,)))
+
+
+def test_blocks_of_other_sizes_are_refused() -> None:
+    """A size of 1 and a missing axis are filled up."""
+    spare_repeated_work()
+    out = torch.zeros(8, dtype=torch.int32)
+    added_kernel[(1,)](out, 8, 1)
+    assert out.tolist() == [2 * n for n in range(8)]
+    with pytest.raises(Exception, match="incompatible dimensions at index 0"):
+        added_kernel[(1,)](out, 8, 4)
+
+
 @of_triton_3_6
 def test_a_launch_leaves_the_language_as_it_was() -> None:
     spare_repeated_work()

@@ -15,15 +15,22 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A distributed group of this process alone, as a worker has one."""
+    """A distributed group of this process alone, as a worker has one; models are looked into here:
+    for each of them vLLM would start a process that imports all of vLLM again."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.models import registry
+
+    def inspect(model: Any) -> Any:
+        return registry._ModelInfo.from_model_cls(model.load_model_cls())
 
     place = tmp_path_factory.mktemp("rendezvous") / "file"
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
         initialize_model_parallel(1, 1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry._LazyRegisteredModel, "inspect_model_cls", inspect)
+        yield
 
 
 @pytest.fixture

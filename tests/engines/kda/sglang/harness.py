@@ -32,6 +32,7 @@ from sglang.srt.models.bailing_moe_v3 import BailingKDA
 from sglang.srt.models.kimi_linear import KimiDeltaAttention
 from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import prepare_server_args
+from triton.runtime.interpreter import GridExecutor
 
 from backend_core.target import KNOWN_TARGETS
 from tests.engines.kda.weights import (
@@ -114,6 +115,11 @@ def on_an_a100() -> Iterator[None]:
         patch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
         patch.setattr(sglang_layer, "compile_kernels", lambda *_: None)
         yield
+
+
+def leave_out_upstreams_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sglang's own Triton kernels write nothing, where only what is launched of ours matters."""
+    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *args, **kwargs: None)
 
 
 def pools_of(arguments: Any, model_config: Any, gib: float, **changes: Any) -> Any:

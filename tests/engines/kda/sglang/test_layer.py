@@ -121,7 +121,9 @@ def test_the_prefix_cache_gets_the_state_at_the_last_full_chunk(served: Any) -> 
     assert kernel.supports_track_state_snapshot
 
 
-@pytest.mark.parametrize("padding", [0, 6])
+@pytest.mark.parametrize(
+    ("served", "padding"), [("torch", 0), ("torch", 6), ("triton", 6)], indirect=["served"]
+)
 def test_a_step_of_many_chunks_is_several_calls(
     served: Any, padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

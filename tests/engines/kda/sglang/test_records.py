@@ -114,6 +114,8 @@ def test_records_are_released_with_the_pools(
     cache = served.pool.mamba_pool.mamba_cache
     found = (cache.temporal, cache.intermediate_conv_window[0], *kept_of(served))
     assert {x.untyped_storage().data_ptr() for x in found} <= freed
+    records = sglang_records.records_of(served.backend.linear_attn_backend)
+    assert records._rows.untyped_storage().data_ptr() not in freed  # written once
 
 
 def test_weights_that_are_loaded_anew_are_those_of_the_commit(upstreams: None) -> None:

@@ -18,6 +18,7 @@ from kda_backend.selection import KdaShape
 from tests.engines.kda.sglang.harness import (
     Served,
     kernels_of_an_a100,
+    leave_out_upstreams_kernels,
     one_rank,
     pools_of,
     server_args,
@@ -48,6 +49,7 @@ def test_no_step_takes_more_scratch_memory_than_is_taken_at_load(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     monkeypatch.setattr(KernelLaunch, "_interpret", lambda self, grid, *args: None)
+    leave_out_upstreams_kernels(monkeypatch)
     with torch.no_grad():
         served = installed(
             monkeypatch, "--chunked-prefill-size", "128", "--max-running-requests", "4"

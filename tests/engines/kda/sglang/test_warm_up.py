@@ -10,7 +10,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from backend_core.launch.triton import KernelLaunch
 from kda_backend.engines import sglang_layer
-from tests.engines.kda.sglang.harness import Served, kernels_of_an_a100
+from tests.engines.kda.sglang.harness import (
+    Served,
+    kernels_of_an_a100,
+    leave_out_upstreams_kernels,
+)
 from tests.engines.kda.sglang.test_drafts import DRAFT, drafts, options, ragged
 from tests.engines.kda.sglang.test_layer import tokens
 from tests.engines.launches import Variant, variant
@@ -39,6 +43,7 @@ def test_serving_launches_what_loading_has_compiled(
     monkeypatch.setattr(
         KernelLaunch, "_interpret", lambda self, grid, *args: launched.add(variant(self, args))
     )
+    leave_out_upstreams_kernels(monkeypatch)
     # a part whose paths are all Triton's
     monkeypatch.setattr(sglang_layer, "selection_for", kernels_of_an_a100)
     with torch.enable_grad():  # sglang loads a model with gradients on, and serves with them off
