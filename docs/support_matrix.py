@@ -190,7 +190,7 @@ def _triton() -> list[str]:
         "torch brings Triton along, and an engine requires one release of torch. Each GPU result",
         "names its release, and CI's tests are of Triton 3.6.0 (torch 2.11). CI also compiles the",
         "kernels for Hopper with the newest engines' release and interprets a KDA decode with it.",
-        f"Other releases do as follows ([result]({_link(TRITON)})):",
+        f"Other releases ([result]({_link(TRITON)})), and runs of `check` on a GPU, do as follows:",
         "",
         "| Triton | torch | what | right |",
         "|---|---|---|---|",
@@ -199,6 +199,11 @@ def _triton() -> list[str]:
         number = row.get("kernels", row.get("tests"))
         right = f"{number - len(row['failed']):,} of {number:,}"
         lines.append(f"| {row['triton']} | {row['torch']} | {row['what']} | {right} |")
+    for file, report in _reports("check_*.json"):
+        packages, machine = report["info"]["packages"], report["info"]["machine"]
+        what = f"[`kda-dsv4 check`]({_link(file)}), {machine['name']}"
+        right = f"{report['checked'] - report['failures']:,} of {report['checked']:,}"
+        lines.append(f"| {packages['triton']} | {packages['torch']} | {what} | {right} |")
     return lines
 
 

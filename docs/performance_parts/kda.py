@@ -56,20 +56,27 @@ def _prefill_table(report: dict[str, Any], gate: str, peers: tuple[str, ...]) ->
     ]
 
 
+def forgetting_ratio(row: dict[str, Any]) -> float:
+    """The time of cuDNN over ours where every channel's gates are near their lower bound."""
+    ratio: float = row["cudnn_forgetting_gpu_ms"] / row["ours_forgetting_gpu_ms"]
+    return ratio
+
+
 def prefill() -> list[str]:
     report = load("kda_prefill_h200.json")
     lines = section("KDA prefill", report, "kda_prefill_h200.json")
     lines += _prefill_table(report, "unbounded", ("fla",))
     lines += _prefill_table(report, "bounded", ("fla", "flashkda", "cudnn"))
-    cut = [row for row in report["rows"] if "cudnn_forgetting_gpu_ms" in row]
     cuts = (
         [
             str(row["H"]),
             shape(row["seq_lens"]),
             us(row["ours_forgetting_gpu_ms"]),
             us(row["cudnn_forgetting_gpu_ms"]),
+            f"{forgetting_ratio(row):.2f}",
         ]
-        for row in cut
+        for row in report["rows"]
+        if row["gate"] == "bounded"
     )
     lines += [
         "",
@@ -77,13 +84,14 @@ def prefill() -> list[str]:
         " It cuts a sequence into parts that run side by side where every channel of a head decays"
         " by e^-16 within a few chunks of 16 tokens. Under the gates of this table it cuts none.",
     ]
-    if cut:
-        lines += [
-            "",
-            "Gates of nearly e^-5 per token in every channel, where it cuts, times in µs:",
-            "",
-            *table(["heads", "tokens", "ours", "cuDNN"], cuts),
-        ]
+    lines += [
+        "",
+        "With gates near their lower bound, of e^-5 per token in every channel, it cuts, and is"
+        " faster where a long sequence has few heads. This package's kernels do not look at the"
+        " gates' values for this. Times in µs:",
+        "",
+        *table(["heads", "tokens", "ours", "cuDNN", "×"], cuts),
+    ]
     host = sorted(row["ours_host_ms"] for row in report["rows"])
     calls = sorted(row["fla_call_ms"] for row in report["rows"] if row["fla_call_ms"] is not None)
     share = [row["floor_ms"] / row["ours_gpu_ms"] for row in report["rows"]]
