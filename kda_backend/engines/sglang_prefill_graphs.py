@@ -21,6 +21,7 @@ sizes for step sizes there. Where ours is not installed the graph breaks at the 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -229,11 +230,17 @@ def prepare(backend: Any, runner: Any, *, ours: bool) -> None:
 
 def _with_mla(upstream: Callable[[Any], Any], model: Any) -> Any:
     """The layers that sglang looks for in a model before it captures prefills, with the MLA layers
-    of Ling-V3: without one of each layer it captures nothing."""
+    of Ling-V3: without one of each layer it captures nothing.
+
+    Ling's layers run in inference mode, whose tensors cannot be written outside of it, and sglang
+    replays a graph's breaks without it. So they run without gradients, as all of sglang does.
+    """
     found = upstream(model)
     for number, layer in enumerate(model.layers):
         mla: Any = getattr(layer, "attention", None)
         if found.attention_layers[number] is None and hasattr(mla, "attn_mqa"):
             found.attention_layers[number] = mla.attn_mqa
             found.mha_companion_layers[number] = getattr(mla, "attn_mha", None)
+        if mla is not None:
+            layer.forward = functools.partial(inspect.unwrap(type(layer).forward), layer)
     return found

@@ -143,6 +143,7 @@ SGLANG_GRAPHS = Part.of(
             "sglang.srt.model_executor.model_runner_components.layer_setup:AttentionAndMoeLayers",
             has="attention_layers mha_companion_layers",
         ),
+        Seam("sglang.srt.models.bailing_moe_v3:BailingMoELinearDecoderLayer.forward", body=True),
         Seam(f"{_FIELDS}.exec_:ExecOffload", has="cpu_offload_gb offload_group_size"),
         Seam(f"{_GRAPH}:kda_extend_in_graph", calls=f"extend: {_PREFILL}"),
         Seam(_KDA, has="prefill_graph_max_seqs"),

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.arg_groups import memory_hook
 from sglang.srt.arg_groups.cuda_graph_hook import resolving_view
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.model_executor import cuda_graph_config
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models.bailing_moe_v3 import BailingMoELinearDecoderLayer
 
 from kda_backend.engines import prefill_graphs, sglang_layer, sglang_prefill_graphs
 from tests.engines.kda.sglang.harness import LING, Served, server_args
@@ -182,11 +185,34 @@ def test_ling_v3s_mla_layers_are_found(
     served = Served(*FLAG, *ling(tmp_path), *([option] if option else []))
     kda, absorbed, per_head = object(), object(), object()
     attention = SimpleNamespace(attn=kda), SimpleNamespace(attn_mqa=absorbed, attn_mha=per_head)
-    model = SimpleNamespace(layers=[SimpleNamespace(attention=own) for own in attention])
+    model = SimpleNamespace(layers=[LingLayer(own) for own in attention])
     found = served.runner.get_cuda_graph_layers(model)
     eager = option is not None
     assert found.attention_layers == [kda, None if eager else absorbed]
     assert found.mha_companion_layers == [None, None if eager else per_head]
+    # a captured layer's tensors are written as graphs are replayed, outside of inference mode
+    with torch.no_grad():
+        assert [layer.run().is_inference() for layer in model.layers] == [eager, eager]
+
+
+class LingLayer:
+    """Upstream's forward of Ling's layers, without what it calls."""
+
+    forward = BailingMoELinearDecoderLayer.forward
+
+    def __init__(self, attention: Any) -> None:
+        self.attention = attention
+        self.attn_boundary = self.ffn_boundary = SimpleNamespace(
+            prepare=lambda hidden, batch, capture=None: torch.empty_like(hidden),
+            finish=lambda hidden, batch: hidden,
+        )
+        self.is_layer_sparse = True
+        self.mlp = lambda hidden, forward_batch: hidden
+
+    def run(self) -> torch.Tensor:
+        """The output for an idle batch of one token."""
+        idle = SimpleNamespace(forward_mode=ForwardMode.IDLE)
+        return self.forward(torch.ones(1, 4), torch.zeros(1), idle, None)
 
 
 def test_glms_own_graphs_stay() -> None:
