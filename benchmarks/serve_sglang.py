@@ -7,8 +7,8 @@ The twin of `benchmarks.serve_vllm`, with the same prompts, rows, options and fi
 configurations are in `engines/configs/` and run without their vision towers. The engine runs in its
 default mode, on sglang's triton backend for full attention on both sides, which needs no library of
 FlashAttention; ``--full-attention`` names another. Its scheduler is another process: a plug-in
-draws the weights there as sglang initialises them, a decode step is timed by the tokens that stream
-out, and kernels come from sglang's own profiler.
+draws the weights there as sglang initialises them, decode steps are timed by what streams out, each
+chunk of which says how many steps the engine has made, and kernels come from sglang's own profiler.
 
 ``--budget`` is of the whole command, both loads of the model included. A part that would not end in
 time is left out and named in ``left_out``, and what has been measured is in the file.
@@ -25,7 +25,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from statistics import median_high as median
 from typing import Any
@@ -237,14 +236,19 @@ class Asked(serve_work.Asked):
     def forget(self) -> bool:
         return bool(self.engine.flush_cache().success)
 
-    def arrivals(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
-        """When each token of each prompt came, in seconds."""
+    def arrivals(self, prompts: list[list[int]], new_tokens: int) -> list[list[tuple[float, int]]]:
+        """When each chunk of each prompt came, in seconds, and how many steps had made it.
+
+        A client that is late gets the tokens of several steps in one chunk.
+        """
         stream = self.engine.generate(
             input_ids=prompts, sampling_params=sampling([new_tokens] * len(prompts)), stream=True
         )
-        found: list[list[float]] = [[] for _ in prompts]
+        found: list[list[tuple[float, int]]] = [[] for _ in prompts]
         for chunk in stream:
-            found[chunk["index"]].append(time.perf_counter())
+            made = chunk["meta_info"]
+            steps = made.get("spec_verify_ct", 0) if self.drafts else made["completion_tokens"]
+            found[chunk["index"]].append((time.perf_counter(), steps))
         return found
 
 
@@ -301,28 +305,36 @@ def new_tokens(count: int, length: int, drafts: int = 0) -> int:
 
 
 def add_step(side: SideFile, asked: Asked, count: int, length: int) -> None:
-    """The row of a decode step, by the times between tokens of one sequence."""
+    """The row of a decode step: of each run the mean, and of several runs the median."""
     new = new_tokens(count, length, asked.drafts)
     prompts = asked.prompts(count, length)
-    times = serve_work.timed_again(lambda: intervals_ms(asked.arrivals(prompts, new))[0])
-    spread = {"least_ms": min(times), "steps": len(times)}
+    runs: list[tuple[int, float]] = []
+
+    def step_ms() -> list[float]:
+        steps, ms, _ = decoded(asked.arrivals(prompts, new))
+        runs.append((steps, ms))
+        return [ms / steps]
+
+    times = serve_work.timed_again(step_ms)
+    spread = {"least_ms": min(times), "steps": sum(steps for steps, _ in runs)}
     side.add(row(decode_name(count, length), "decode", median(times), **spread))
 
 
-def intervals_ms(arrivals: list[list[float]]) -> tuple[list[float], float]:
-    """Times between tokens of the sequence that began last, while all others decode too, and the
-    time from then on, in ms.
+def decoded(arrivals: list[list[tuple[float, int]]]) -> tuple[int, float, float]:
+    """The last steps in which all sequences decode, at most about `INTERVALS`: how many, their time
+    and the time from then on, in ms.
 
     Raises:
         ValueError: there are fewer than 8: a sequence ended before the last one began.
     """
-    last = max(arrivals, key=lambda times: times[0])
-    end = min(times[-1] for times in arrivals)
-    within = [at for at in last if at <= end]
-    times = [1e3 * (b - a) for a, b in pairwise(within)][-INTERVALS:]
-    if len(times) < 8:
-        raise ValueError(f"expected at least 8 tokens while all decode, got {len(times) + 1}")
-    return times, 1e3 * (max(times[-1] for times in arrivals) - within[-1])
+    last = max(arrivals, key=lambda chunks: chunks[0])
+    all_decode_until = min(chunks[-1][0] for chunks in arrivals)
+    within = [chunk for chunk in last if chunk[0] <= all_decode_until]
+    end, made = within[-1] if within else (0.0, 0)
+    begin, before = next((c for c in within if made - c[1] <= INTERVALS), (0.0, 0))
+    if (steps := made - before) < 8:
+        raise ValueError(f"expected at least 8 steps while all decode, got {steps}")
+    return steps, 1e3 * (end - begin), 1e3 * (max(chunks[-1][0] for chunks in arrivals) - end)
 
 
 def tokens_of(output: dict[str, Any]) -> dict[str, Any]:
@@ -350,10 +362,9 @@ def profiles(asked: Asked) -> list[dict[str, Any]]:
     count, length = PROFILED_DECODE
     prompts, new = asked.prompts(count, length), new_tokens(count, length, asked.drafts)
     arrivals, ranks = traced(asked, lambda: asked.arrivals(prompts, new))
-    times, left = intervals_ms(arrivals)
-    steps = (serve_profile.last(spans, sum(times), left) for spans in ranks)
-    own = [serve_profile.summary(spans, len(times)) for spans in steps]
-    return found + serve_profile.shown(decode_name(count, length), own)
+    steps, ms, left = decoded(arrivals)
+    own = (serve_profile.summary(serve_profile.last(spans, ms, left), steps) for spans in ranks)
+    return found + serve_profile.shown(decode_name(count, length), list(own))
 
 
 def traced(asked: Asked, run: Callable[[], Any]) -> tuple[Any, list[list[serve_profile.Span]]]:

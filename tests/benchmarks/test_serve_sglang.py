@@ -41,10 +41,10 @@ class Engine:
             for one in sampling_params
         ]
 
-    def stream(self, sampling_params: list[dict[str, Any]]) -> Iterator[dict[str, int]]:
-        for _ in range(sampling_params[0]["max_new_tokens"]):
+    def stream(self, sampling_params: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for step in range(sampling_params[0]["max_new_tokens"]):
             for index in range(len(sampling_params)):
-                yield {"index": index}
+                yield {"index": index, "meta_info": {"completion_tokens": 1 + step}}
 
     def flush_cache(self) -> SimpleNamespace:
         return SimpleNamespace(success=True)
@@ -116,13 +116,31 @@ def test_decodes_without_room_are_left_out(tmp_path: Path, monkeypatch: pytest.M
     assert serve_sglang.room_of({}) == (float("inf"), float("inf"))
 
 
-def test_a_step_is_timed_while_all_sequences_decode() -> None:
-    first = [0.01 * i for i in range(12)]
-    last = [0.05 + 0.01 * i for i in range(20)]
-    with pytest.raises(ValueError, match="at least 8 tokens while all decode, got 7"):
-        serve_sglang.intervals_ms([first, last])
-    times, left = serve_sglang.intervals_ms([[0.01 * i for i in range(60)], last])
-    assert times == pytest.approx([10.0] * 19) and left == pytest.approx(350.0)
+def test_steps_are_timed_while_all_sequences_decode() -> None:
+    first = [(0.01 * i, i) for i in range(12)]
+    last = [(0.05 + 0.01 * i, i) for i in range(20)]
+    with pytest.raises(ValueError, match="at least 8 steps while all decode, got 6"):
+        serve_sglang.decoded([first, last])
+    found = serve_sglang.decoded([[(0.01 * i, i) for i in range(60)], last])
+    assert found == (19, pytest.approx(190.0), pytest.approx(350.0))
+
+
+def test_a_late_client_does_not_change_a_steps_time() -> None:
+    """sglang then merges what several steps have made."""
+    merged = [(0.01 * i, i) for i in range(64) if i % 7 in (0, 1)]
+    assert serve_sglang.decoded([merged]) == (28, pytest.approx(280.0), pytest.approx(0.0))
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_chunks_say_how_many_steps_the_engine_has_made(drafts: int) -> None:
+    """With drafts a step makes several tokens; the first token is of none."""
+    made = [{"completion_tokens": 1}, {"completion_tokens": 4, "spec_verify_ct": 1}]
+    found = serve_sglang.Asked()
+    found.drafts = drafts
+    chunks = [{"index": 0, "meta_info": one} for one in made]
+    found.engine = SimpleNamespace(generate=lambda **_: chunks)
+    steps = [step for _, step in found.arrivals([[1, 2]], 4)[0]]
+    assert steps == ([0, 1] if drafts else [1, 4])
 
 
 def test_no_trace_is_an_error(tmp_path: Path) -> None:
