@@ -65,9 +65,9 @@ def cut_models() -> list[str]:
         "",
         "## Layers of other models, and few heads",
         "",
-        "Random weights, in the engine's default mode; times in ms. A decode step in sglang is the time"
-        " between two chunks of a request at the client, which gets several steps in one where it is"
-        " late: where steps are short, it is not exactly the engine's.",
+        "Random weights, in the engine's default mode; times in ms. A decode step in sglang is the"
+        " time between two chunks of a request at the client, which gets several steps in one where"
+        " it is late: where steps are short, it is not exactly the engine's.",
         "",
         *table(titles, cells),
         "",
