@@ -44,7 +44,7 @@ from kda_backend.engines import prefill_graphs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-INTERVALS = 32
+STEPS = 32
 PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
 PROFILED_DECODE = (16, 128)  # more may have no room where they draft
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
@@ -301,7 +301,7 @@ def measure(
 def new_tokens(count: int, length: int, drafts: int = 0) -> int:
     """So many that all sequences decode at once, as a step reads at most `BUDGET` of prompts, and
     with ``drafts`` writes up to so many tokens more of each."""
-    return (1 + drafts) * (2 * INTERVALS + -(-2 * count * length // BUDGET))
+    return (1 + drafts) * (2 * STEPS + -(-2 * count * length // BUDGET))
 
 
 def add_step(side: SideFile, asked: Asked, count: int, length: int) -> None:
@@ -321,7 +321,7 @@ def add_step(side: SideFile, asked: Asked, count: int, length: int) -> None:
 
 
 def decoded(arrivals: list[list[tuple[float, int]]]) -> tuple[int, float, float]:
-    """The last steps in which all sequences decode, at most about `INTERVALS`: how many, their time
+    """The last steps in which all sequences decode, at most `STEPS`: how many, their time
     and the time from then on, in ms.
 
     Raises:
@@ -331,7 +331,7 @@ def decoded(arrivals: list[list[tuple[float, int]]]) -> tuple[int, float, float]
     all_decode_until = min(chunks[-1][0] for chunks in arrivals)
     within = [chunk for chunk in last if chunk[0] <= all_decode_until]
     end, made = within[-1] if within else (0.0, 0)
-    begin, before = next((c for c in within if made - c[1] <= INTERVALS), (0.0, 0))
+    begin, before = next((c for c in within if made - c[1] <= STEPS), (0.0, 0))
     if (steps := made - before) < 8:
         raise ValueError(f"expected at least 8 steps while all decode, got {steps}")
     return steps, 1e3 * (end - begin), 1e3 * (max(chunks[-1][0] for chunks in arrivals) - end)
