@@ -6,9 +6,9 @@
 The twin of `benchmarks.serve_vllm`, with the same prompts, rows, options and file; other models'
 configurations are in `engines/configs/` and run without their vision towers. The engine runs in its
 default mode, on sglang's triton backend for full attention on both sides, which needs no library of
-FlashAttention; ``--full-attention`` names another. Its scheduler is another process: a plug-in
-draws the weights there as sglang initialises them, decode steps are timed by what streams out, each
-chunk of which says how many steps the engine has made, and kernels come from sglang's own profiler.
+FlashAttention; ``--full-attention`` names another. Its scheduler is another process, in which a
+plug-in draws the weights as sglang initialises them and writes down when each step begins. Kernels
+come from sglang's own profiler.
 
 ``--budget`` is of the whole command, both loads of the model included. A part that would not end in
 time is left out and named in ``left_out``, and what has been measured is in the file.
@@ -26,10 +26,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median_high as median
 from typing import Any
 
-from benchmarks.engines import serve_agreement, serve_profile, serve_sides, serve_work
+from benchmarks.engines import (
+    decode_steps,
+    serve_agreement,
+    serve_profile,
+    serve_sides,
+    serve_work,
+)
 from benchmarks.engines.serve_model import (
     draw_weights,
     environment,
@@ -44,7 +49,8 @@ from kda_backend.engines import prefill_graphs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-STEPS = 32
+STEP_LOG = "KDA_DSV4_STEP_LOG"  # the folder of `SchedulerLog`
+PREFILL = 2**31  # tokens of a step that reads prompts, in a log: more than any that decodes
 PROFILED = ((1, 128), (1, 512), (1, 2048), (1, 8192))
 PROFILED_DECODE = (16, 128)  # more may have no room where they draft
 DECODES = (*serve_work.DECODE_SHORT, *serve_work.DECODE_LONG)
@@ -92,8 +98,10 @@ def pair(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     asked = Asked()
     asked.take(args)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory() as steps:
         plant(Path(place), "sglang.srt.plugins", "benchmarks.serve_sglang:draw_at_load")
+        os.environ[STEP_LOG] = steps
+        asked.log = SchedulerLog(Path(steps), asked.drafts)
         if args.variant == serve_sides.UPSTREAM_GRAPHS:
             # captured, upstream's kernel takes logits for step sizes: its layers break the graph
             os.environ["SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND"] = "1"
@@ -177,7 +185,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def draw_at_load() -> None:
     """Have sglang's loader of dummy weights draw them at the scale of an initialised model, leave
-    vision towers out, and say which paths prefills take."""
+    vision towers out, say which paths prefills take, and log the scheduler's steps."""
     from backend_core.engines.after_import import after_import
 
     def exchange(loader: Any) -> None:
@@ -188,6 +196,54 @@ def draw_at_load() -> None:
         leave_out = functools.partial(without_towers, towers=towers)
         after_import(f"sglang.srt.models.{model}", leave_out)
     say_paths_of_layers()
+    after_import("sglang.srt.managers.scheduler", log_steps)
+
+
+def log_steps(module: Any) -> None:
+    """Have sglang's scheduler write when each step begins and how many sequences it decodes, 0 for
+    a step that reads prompts: a file for each process, in the folder of `STEP_LOG`."""
+    upstream = module.Scheduler.run_batch
+
+    @functools.cache
+    def file() -> Any:
+        return (Path(os.environ[STEP_LOG]) / str(os.getpid())).open("w", buffering=1)
+
+    @functools.wraps(upstream)
+    def run_batch(self: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        mode = batch.forward_mode
+        if not mode.is_idle():
+            decodes = mode.is_decode() or mode.is_target_verify()
+            file().write(f"{time.perf_counter()} {len(batch.reqs) if decodes else 0}\n")
+        return upstream(self, batch, *args, **options)
+
+    module.Scheduler.run_batch = run_batch
+
+
+class SchedulerLog:
+    """When sglang's scheduler began which steps; the clock is one for all processes.
+
+    Args:
+        folder: where `log_steps` writes; drafts: that a step verifies of each sequence.
+    """
+
+    def __init__(self, folder: Path, drafts: int = 0) -> None:
+        self._folder, self._drafts = folder, drafts
+
+    def of(self, call: Callable[[], Any]) -> list[tuple[float, int]]:
+        """The steps of a call: (time in s, tokens), `PREFILL` tokens where prompts are read.
+
+        Raises:
+            RuntimeError: no scheduler has written anything.
+        """
+        begin = time.perf_counter()
+        call()
+        files = sorted(self._folder.iterdir())  # of several ranks any one
+        if not files:
+            raise RuntimeError(f"expected a log of sglang's scheduler in {self._folder}, got none")
+        *lines, _ = files[0].read_text().split("\n")
+        steps = ((float(at), int(number)) for at, number in map(str.split, lines))
+        each = 1 + self._drafts
+        return [(at, each * number or PREFILL) for at, number in steps if at >= begin]
 
 
 def without_towers(module: Any, towers: tuple[str, ...]) -> None:
@@ -208,6 +264,7 @@ class Asked(serve_work.Asked):
     """An engine whose scheduler is another process."""
 
     engine: Any
+    log: SchedulerLog
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,21 +292,6 @@ class Asked(serve_work.Asked):
 
     def forget(self) -> bool:
         return bool(self.engine.flush_cache().success)
-
-    def arrivals(self, prompts: list[list[int]], new_tokens: int) -> list[list[tuple[float, int]]]:
-        """When each chunk of each prompt came, in seconds, and how many steps had made it.
-
-        A client that is late gets the tokens of several steps in one chunk.
-        """
-        stream = self.engine.generate(
-            input_ids=prompts, sampling_params=sampling([new_tokens] * len(prompts)), stream=True
-        )
-        found: list[list[tuple[float, int]]] = [[] for _ in prompts]
-        for chunk in stream:
-            made = chunk["meta_info"]
-            steps = made.get("spec_verify_ct", 0) if self.drafts else made["completion_tokens"]
-            found[chunk["index"]].append((time.perf_counter(), steps))
-        return found
 
 
 def sampling(new_tokens: list[int]) -> list[dict[str, Any]]:
@@ -299,42 +341,16 @@ def measure(
 
 
 def new_tokens(count: int, length: int, drafts: int = 0) -> int:
-    """So many that all sequences decode at once, as a step reads at most `BUDGET` of prompts, and
-    with ``drafts`` writes up to so many tokens more of each."""
-    return (1 + drafts) * (2 * STEPS + -(-2 * count * length // BUDGET))
+    """As `decode_steps.new_tokens`, and more, as requests begin to decode while others come."""
+    return decode_steps.new_tokens(count, length, BUDGET, drafts) + (1 + drafts) * (count // 2)
 
 
 def add_step(side: SideFile, asked: Asked, count: int, length: int) -> None:
-    """The row of a decode step: of each run the mean, and of several runs the median."""
-    new = new_tokens(count, length, asked.drafts)
-    prompts = asked.prompts(count, length)
-    runs: list[tuple[int, float]] = []
-
-    def step_ms() -> list[float]:
-        steps, ms, _ = decoded(asked.arrivals(prompts, new))
-        runs.append((steps, ms))
-        return [ms / steps]
-
-    times = serve_work.timed_again(step_ms)
-    spread = {"least_ms": min(times), "steps": sum(steps for steps, _ in runs)}
-    side.add(row(decode_name(count, length), "decode", median(times), **spread))
-
-
-def decoded(arrivals: list[list[tuple[float, int]]]) -> tuple[int, float, float]:
-    """The last steps in which all sequences decode, at most `STEPS`: how many, their time
-    and the time from then on, in ms.
-
-    Raises:
-        ValueError: there are fewer than 8: a sequence ended before the last one began.
-    """
-    last = max(arrivals, key=lambda chunks: chunks[0])
-    all_decode_until = min(chunks[-1][0] for chunks in arrivals)
-    within = [chunk for chunk in last if chunk[0] <= all_decode_until]
-    end, made = within[-1] if within else (0.0, 0)
-    begin, before = next((c for c in within if made - c[1] <= STEPS), (0.0, 0))
-    if (steps := made - before) < 8:
-        raise ValueError(f"expected at least 8 steps while all decode, got {steps}")
-    return steps, 1e3 * (end - begin), 1e3 * (max(chunks[-1][0] for chunks in arrivals) - end)
+    """The row of a decode step."""
+    new = [new_tokens(count, length, asked.drafts)] * count
+    work = functools.partial(asked.generate, asked.prompts(count, length), new)
+    name = decode_name(count, length)
+    side.add(decode_steps.step_row(asked.log, count, work, name, asked.drafts))
 
 
 def tokens_of(output: dict[str, Any]) -> dict[str, Any]:
@@ -360,11 +376,15 @@ def profiles(asked: Asked) -> list[dict[str, Any]]:
             call_name(count, length), [serve_profile.summary(spans) for spans in ranks]
         )
     count, length = PROFILED_DECODE
-    prompts, new = asked.prompts(count, length), new_tokens(count, length, asked.drafts)
-    arrivals, ranks = traced(asked, lambda: asked.arrivals(prompts, new))
-    steps, ms, left = decoded(arrivals)
-    own = (serve_profile.summary(serve_profile.last(spans, ms, left), steps) for spans in ranks)
-    return found + serve_profile.shown(decode_name(count, length), list(own))
+    new = [new_tokens(count, length, asked.drafts)] * count
+    work = functools.partial(asked.generate, asked.prompts(count, length), new)
+    steps, ranks = traced(asked, functools.partial(asked.log.of, work))
+    tokens = count * (1 + asked.drafts)
+    times = decode_steps.pure_steps_ms(steps, tokens)
+    left = 1e3 * (steps[-1][0] - max(at for at, number in steps if number == tokens))
+    cut = (serve_profile.last(spans, sum(times), left) for spans in ranks)
+    own = [serve_profile.summary(spans, len(times)) for spans in cut]
+    return found + serve_profile.shown(decode_name(count, length), own)
 
 
 def traced(asked: Asked, run: Callable[[], Any]) -> tuple[Any, list[list[serve_profile.Span]]]:

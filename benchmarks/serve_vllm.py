@@ -50,7 +50,14 @@ from pathlib import Path
 from typing import Any
 
 from backend_core.engines.after_import import after_import
-from benchmarks.engines import decode_vllm, serve_agreement, serve_profile, serve_sides, serve_work
+from benchmarks.engines import (
+    decode_steps,
+    decode_vllm,
+    serve_agreement,
+    serve_profile,
+    serve_sides,
+    serve_work,
+)
 from benchmarks.engines.serve_model import (
     copy_decode_weights,
     draw_weights,
@@ -249,19 +256,16 @@ def behind_one_prompt(side: SideFile, asked: Asked) -> None:
     asked.generate([first], [1])
     prompts = [first + own for own in asked.prompts(count, 128)]
     what = f"{decode_name(count, length)} of one prompt"
-    side.add(
-        decode_vllm.step_row(
-            asked.log, count, 128, BUDGET, lambda new: asked.generate(prompts, [new] * count), what
-        )
-    )
+    new = [decode_steps.new_tokens(count, 128, BUDGET)] * count
+    work = functools.partial(asked.generate, prompts, new)
+    side.add(decode_steps.step_row(asked.log, count, work, what))
 
 
 def decode(side: SideFile, asked: Asked, count: int, length: int) -> None:
-    def generate(prompts: list[list[int]], new: int) -> float:
-        return asked.generate(prompts, [new] * count)
-
-    work = functools.partial(generate, asked.prompts(count, length))
-    side.add(decode_vllm.step_row(asked.log, count, length, BUDGET, work, drafts=asked.drafts))
+    new = [decode_steps.new_tokens(count, length, BUDGET, asked.drafts)] * count
+    work = functools.partial(asked.generate, asked.prompts(count, length), new)
+    name = decode_name(count, length)
+    side.add(decode_steps.step_row(asked.log, count, work, name, asked.drafts))
 
 
 def profiles(asked: Asked) -> list[dict[str, Any]]:
@@ -274,11 +278,10 @@ def profiles(asked: Asked) -> list[dict[str, Any]]:
         ranks = asked.llm.collective_rpc(end_trace)
         found += serve_profile.shown(call_name(*shape), ranks)
     count, length = PROFILED_DECODE
-    prompts = asked.prompts(count, length)
-    new = decode_vllm.new_tokens(count, length, BUDGET)
+    new = [decode_steps.new_tokens(count, length, BUDGET, asked.drafts)] * count
+    work = functools.partial(asked.generate, asked.prompts(count, length), new)
     asked.llm.collective_rpc(begin_trace)
-    log = asked.log.of(lambda: asked.generate(prompts, [new] * count))
-    steps = decode_vllm.pure_steps_ms(log, count)
+    steps = decode_steps.pure_steps_ms(asked.log.of(work), count * (1 + asked.drafts))
     ranks = asked.llm.collective_rpc(end_trace, args=(sum(steps), len(steps)))
     return found + serve_profile.shown(decode_name(count, length), ranks)
 

@@ -294,7 +294,8 @@ def child(
             if own_line and len(said) < 40 and not is_row(line):
                 said.append(line.rstrip()[:300])
             if line.startswith(SAID) or own_line:
-                print(line.rstrip()[:300], flush=True)
+                # in one piece, as another side's may be printed at the same time
+                print(f"{line.rstrip()[:300]}\n", end="", flush=True)
         code = process.wait()
         clock.cancel()
         end_group(process)

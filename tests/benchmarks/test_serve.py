@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import serve_vllm
 from benchmarks.engines import (
+    decode_steps,
     decode_vllm,
     serve_agreement,
     serve_model,
@@ -170,19 +171,19 @@ def test_a_part_that_fails_or_has_no_time_is_named(tmp_path: Path) -> None:
 def test_decode_steps_are_those_after_the_last_piece_of_a_prompt() -> None:
     steps = [(0.0, 512), (1.0, 515), (1.5, 4), (1.51, 4), (1.53, 4), (1.56, 3)]
     with pytest.raises(ValueError, match=r"at least 8 decode steps of 4 sequences, got 2"):
-        decode_vllm.pure_steps_ms(steps, 4)
+        decode_steps.pure_steps_ms(steps, 4)
     steps += [(2.0, 700)] + [(3.0 + 0.01 * i, 4) for i in range(12)]
-    times = decode_vllm.pure_steps_ms(steps, 4)
+    times = decode_steps.pure_steps_ms(steps, 4)
     assert len(times) == 11 and times == pytest.approx([10.0] * 11)
 
 
 def test_a_decode_step_verifies_the_drafts_of_each_sequence() -> None:
-    asked: list[int] = []
+    asked: list[None] = []
     log = types.SimpleNamespace(of=lambda call: (call(), steps)[1])
     steps = [(0.0, 512), *((1.0 + 0.01 * i, 20) for i in range(12)), (2.0, 10)]
-    row = decode_vllm.step_row(log, 4, 128, BUDGET, asked.append, drafts=4)
+    row = decode_steps.step_row(log, 4, lambda: asked.append(None), "a step", drafts=4)
     assert row["ms"] == pytest.approx(10.0) and row["steps"] == 11 * len(asked) == 22
-    assert min(asked) >= 5 * decode_vllm.STEPS
+    assert decode_steps.new_tokens(4, 128, BUDGET, drafts=4) >= 5 * decode_steps.STEPS
 
 
 def test_the_gpus_busy_share_counts_overlap_once() -> None:

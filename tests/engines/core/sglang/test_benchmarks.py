@@ -42,6 +42,30 @@ def test_weights_are_drawn_where_sglang_draws_its_dummies(
     assert loader.initialize_dummy_weights is serve_sglang.draw_weights
 
 
+def test_a_schedulers_steps_are_written_as_they_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.managers import scheduler
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    assert list(inspect.signature(scheduler.Scheduler.run_batch).parameters)[:2] == [
+        "self",
+        "batch",
+    ]
+    monkeypatch.setattr(scheduler.Scheduler, "run_batch", lambda self, batch: batch.forward_mode)
+    monkeypatch.setenv(serve_sglang.STEP_LOG, str(tmp_path))
+    serve_sglang.log_steps(scheduler)
+    modes = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.IDLE
+
+    def run() -> None:
+        for mode in modes:
+            batch = SimpleNamespace(forward_mode=mode, reqs=[1, 2])
+            assert scheduler.Scheduler.run_batch(SimpleNamespace(), batch) is mode
+
+    steps = serve_sglang.SchedulerLog(tmp_path, drafts=2).of(run)
+    assert [tokens for _, tokens in steps] == [serve_sglang.PREFILL, 6, 6]
+
+
 MODELS = {
     "kimi_k3": ("sglang.srt.models.kimi_k3", "KimiK3DeltaAttention"),
     "glm_5_3_flash": ("sglang.srt.models.glm5_next", "Glm5NextLinearAttention"),
