@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from docs.performance_parts.engines import both, engine_of
+from docs.performance_parts.engines import both, decode_note, engine_of
 from docs.performance_parts.page import RESULTS, load, table
 
 # files of the serve benchmarks
@@ -48,10 +48,10 @@ def cut_models() -> list[str]:
             more = [f"{row[f'{x}_ms']:,.1f} ({x.replace('_', ' ')})" for x in others]
             ratio = f"{row['upstream_ms'] / row['flag_ms']:.2f}"
             cells.append([link, row["what"], *times, ratio, ", ".join(more)])
-        alone, also = list(_alone(ALONE.get(name), title)), ""
-        if alone:
-            cells += alone
-            also = " Its calls are of the flag's side, which ran alone."
+        also = []
+        if name in ALONE:
+            cells += _alone(ALONE[name], title)
+            also = ["Its calls are of the flag's side, which ran alone."]
         gpus = "all sides on one" if report.get("beside") else "each side on one of its own"
         machine = (
             f"{report['gpu']}, {gpus}, {own['cores']} CPU cores, torch {report['torch']},"
@@ -59,15 +59,13 @@ def cut_models() -> list[str]:
         )
         note = f"- {title}: {engine_of(report)}, {', '.join(cut)}; {machine}."
         tokens += [[title, *row] for row in _tokens(report, others)]
-        notes.append(" ".join([note + also, *_drafts_and_paths(report)]))
+        notes.append(" ".join([note, *also, *decode_note(report), *_drafts_and_paths(report)]))
     titles = ["model", "call", "upstream", "with the flag", "×", "the flag, otherwise"]
     return [
         "",
         "## Layers of other models, and few heads",
         "",
-        "Random weights, in the engine's default mode; times in ms. A decode step in sglang is the"
-        " time between two chunks of a request at the client, which gets several steps in one where"
-        " it is late: where steps are short, it is not exactly the engine's.",
+        "Random weights, in the engine's default mode; times in ms.",
         "",
         *table(titles, cells),
         "",
@@ -82,13 +80,12 @@ def cut_models() -> list[str]:
     ]
 
 
-def _alone(name: str | None, title: str) -> Iterator[list[str]]:
+def _alone(name: str, title: str) -> Iterator[list[str]]:
     """The calls of a side's file, of which there is no time of upstream's in the same run."""
-    if name is not None:
-        link = f"[{title}](../../benchmarks/results/{name})"
-        for row in load(name)["rows"]:
-            if row["kind"] == "call":
-                yield [link, row["what"], "", f"{row['ms']:,.1f}", "", ""]
+    link = f"[{title}](../../benchmarks/results/{name})"
+    for row in load(name)["rows"]:
+        if row["kind"] == "call":
+            yield [link, row["what"], "", f"{row['ms']:,.1f}", "", ""]
 
 
 _PAIRS = {

@@ -61,6 +61,21 @@ def engine_of(report: dict[str, Any]) -> str:
     return str(report["engine"]).replace("vllm", "vLLM")
 
 
+_CHUNKS_UNTIL = "2026-11-29"
+"""Until then a decode step in sglang was timed at the client."""
+
+
+def decode_note(report: dict[str, Any]) -> list[str]:
+    """A sentence on the decode steps of a file whose client timed them."""
+    is_of_chunks = engine_of(report).startswith("sglang") and report["date"] <= _CHUNKS_UNTIL
+    if not (is_of_chunks and both(report, "decode")):
+        return []
+    return [
+        "Decode steps are times between a request's chunks at the client, which gets several steps"
+        " in one chunk where it is late; short ones are therefore not exactly the engine's."
+    ]
+
+
 def full_attention(report: dict[str, Any]) -> str:
     """Which backend of sglang's the full-attention layers of both sides ran on; its default on
     Hopper is FlashAttention 3."""
@@ -86,13 +101,15 @@ def default_modes() -> list[str]:
             ]
             for row in both(report)
         )
+        decodes = decode_note(report) or [
+            "The time of a decode step is the time by which the engine advances."
+        ]
         lines += [
             *section(f"Kimi-Linear-48B in {named}, default mode", report, name),
             "",
             "The model's configuration with random weights; each side is a process with empty"
             " compile caches. Times in ms. A row prompts × tokens is a call that returns one token"
-            " for each prompt. The time of a decode step is the time by which the engine advances."
-            " All requests of the mixed load arrive at once.",
+            f" for each prompt. {decodes[0]} All requests of the mixed load arrive at once.",
             "",
             *table(["", "upstream", "with the flag", "×"], cells),
             "",

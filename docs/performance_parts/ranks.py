@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.engines import serve_work as work
-from docs.performance_parts.engines import DEFAULT_MODES, both, engine_of, full_attention
+from docs.performance_parts.engines import (
+    DEFAULT_MODES,
+    both,
+    decode_note,
+    engine_of,
+    full_attention,
+)
 from docs.performance_parts.page import load, section, table
 
 # pairs over several GPUs, and upstream with as many prefill graphs
@@ -60,6 +66,7 @@ def several_ranks() -> list[str]:
             "",
             *table(["", *others.values(), "with the flag", *ratios], cells),
             "",
+            *(line for note in decode_note(report) for line in (note, "")),
             *_mixed(report),
             *_busy(report),
             *_decodes_again(name),
