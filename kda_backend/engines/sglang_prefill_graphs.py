@@ -3,8 +3,8 @@
 sglang leaves prefill graphs off for KDA models but GLM-5.3-Flash. A step that is not captured is
 bound by its host time, so with this package's flag they are turned on, up to the tokens of
 `prefill_graphs`; what the user says of them stays, as do all other rules by which sglang turns them
-off. The KDA layers are captured too, on tables of `most_sequences`. Ling-V3's it drops as it
-captures, since it does not find the MLA layers (`_with_mla`).
+off. The KDA layers are captured too, on tables of `most_sequences`. sglang turns graphs on for
+Ling-V3, but captures none, as it does not find the MLA layers; they are handed over (`_with_mla`).
 
 A captured MLA layer takes its absorbed form, whose attention reads latents of 576 channels instead
 of keys of 192, and costs the more the longer the prompt. In graphs of more than `ABSORBED_TOKENS`
