@@ -32,7 +32,7 @@ from sglang.srt.utils.common import is_cuda
 from backend_core.engines import seams
 from backend_core.engines.sglang_flag import is_deterministic, is_requested, say
 from kda_backend.engines.prefill_graphs import most_tokens, sizes
-from kda_backend.engines.sglang_seams import SGLANG_MLA_BREAKS
+from kda_backend.engines.sglang_seams import SGLANG_LING_GRAPHS, SGLANG_MLA_BREAKS
 
 ABSORBED_TOKENS = 1024
 """Tokens of the largest graph that holds MLA layers in their absorbed form."""
@@ -84,8 +84,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     model = hook.model_config_of(server_args)
     if model_config.uses_kda_attention(model.hf_config):
         as_upstream = hook.Backend.DISABLED
-    elif hybrid_kda_config(model) is not None:
-        as_upstream = hook.Backend.BREAKABLE  # Ling-V3, until sglang looks for its layers
+    elif _is_ling(model):
+        as_upstream = hook.Backend.BREAKABLE  # until sglang looks for its layers
     else:
         return
     found = hook.resolving_view(server_args)
@@ -174,6 +174,22 @@ def mla_runs_outside(text_config: Any) -> bool:
     )
 
 
+def _is_ling(model: Any) -> bool:
+    """Whether a model is Ling-V3, of which sglang's rule for KDA models does not know, and its MLA
+    layers can be handed over.
+
+    Args:
+        model: sglang's ModelConfig.
+    """
+    from sglang.srt.configs import model_config
+
+    return (
+        not model_config.uses_kda_attention(model.hf_config)
+        and hybrid_kda_config(model) is not None
+        and seams.refusal(SGLANG_LING_GRAPHS) is None
+    )
+
+
 def _stay_off(server_args: Any, found: Any) -> bool:
     """Whether nothing is captured that sglang leaves eager.
 
@@ -224,7 +240,7 @@ def prepare(backend: Any, runner: Any, *, ours: bool) -> None:
     sequences = most_sequences(kernel.selection.shape.num_value_heads)
     backend.linear_attn_backend.prefill_graph_max_seqs = sequences
     backend.prefill_cuda_graph_max_batch_size = sequences
-    if not _stay_off(runner.server_args, runner.server_args):
+    if _is_ling(runner.model_config) and not _stay_off(runner.server_args, runner.server_args):
         runner.get_cuda_graph_layers = functools.partial(_with_mla, runner.get_cuda_graph_layers)
 
 
@@ -234,8 +250,11 @@ def _with_mla(upstream: Callable[[Any], Any], model: Any) -> Any:
 
     Ling's layers run in inference mode, whose tensors cannot be written outside of it, and sglang
     replays a graph's breaks without it. So they run without gradients, as all of sglang does.
+    Graphs that give a drafter the states of layers have not been run, and are not captured.
     """
     found = upstream(model)
+    if getattr(model, "capture_aux_hidden_states", False):
+        return found
     for number, layer in enumerate(model.layers):
         mla: Any = getattr(layer, "attention", None)
         if found.attention_layers[number] is None and hasattr(mla, "attn_mqa"):

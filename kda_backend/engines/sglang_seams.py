@@ -135,15 +135,6 @@ SGLANG_GRAPHS = Part.of(
         *each("sglang.srt.arg_groups.memory_hook", "reserve_for_graph_mb use_mla_backend"),
         Seam("sglang.srt.configs.model_config:uses_kda_attention"),
         Seam("sglang.srt.configs.hybrid_arch:hybrid_kda_config", takes="model_config"),
-        Seam(
-            "sglang.srt.model_executor.model_runner:ModelRunner.get_cuda_graph_layers",
-            takes="layer_model",
-        ),
-        Seam(
-            "sglang.srt.model_executor.model_runner_components.layer_setup:AttentionAndMoeLayers",
-            has="attention_layers mha_companion_layers",
-        ),
-        Seam("sglang.srt.models.bailing_moe_v3:BailingMoELinearDecoderLayer.forward", body=True),
         Seam(f"{_FIELDS}.exec_:ExecOffload", has="cpu_offload_gb offload_group_size"),
         Seam(f"{_GRAPH}:kda_extend_in_graph", calls=f"extend: {_PREFILL}"),
         Seam(_KDA, has="prefill_graph_max_seqs"),
@@ -152,6 +143,22 @@ SGLANG_GRAPHS = Part.of(
             has="use_captured_forward_metadata_for_breakable_cuda_graph"
             " prefill_cuda_graph_max_batch_size linear_attn_backend",
         ),
+    ),
+)
+_LING = "sglang.srt.models.bailing_moe_v3"
+SGLANG_LING_GRAPHS = Part.of(
+    "prefill graphs of Ling-V3",
+    (
+        Seam(
+            "sglang.srt.model_executor.model_runner:ModelRunner.get_cuda_graph_layers",
+            takes="layer_model",
+        ),
+        Seam(
+            "sglang.srt.model_executor.model_runner_components.layer_setup:AttentionAndMoeLayers",
+            has="attention_layers mha_companion_layers",
+        ),
+        Seam(f"{_LING}:BailingMoELinearDecoderLayer.forward", body=True),
+        Seam(f"{_LING}:BailingMoELinearModel", has="layers capture_aux_hidden_states"),
     ),
 )
 SGLANG_CUTS = Part.of(
@@ -196,6 +203,6 @@ SGLANG_MLA_BREAKS = Part.of(
     ),
 )
 SEAMS = (
-    *(SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_RECORDS, SGLANG_GRAPHS, SGLANG_CUTS),
+    *(SGLANG_LAYERS, SGLANG_DRAFTS, SGLANG_RECORDS, SGLANG_GRAPHS, SGLANG_LING_GRAPHS, SGLANG_CUTS),
     *(SGLANG_NGRAM, SGLANG_MLA_BREAKS),
 )

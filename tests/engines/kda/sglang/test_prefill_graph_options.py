@@ -176,23 +176,25 @@ def test_ling_v3_has_graphs_of_these_sizes(on_a_gpu: None, tmp_path: Path) -> No
     assert prefill(*FLAG, *model, "--enable-two-batch-overlap").backend == "disabled"
 
 
-@pytest.mark.parametrize("option", [None, "--enable-memory-saver", "--cpu-offload-gb=1"])
+@pytest.mark.parametrize("option", [None, "--enable-memory-saver", "--cpu-offload-gb=1", "drafter"])
 def test_ling_v3s_mla_layers_are_found(
     option: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """sglang captures nothing if a layer has no attention that it knows."""
+    """sglang captures nothing if a layer has no attention that it knows; here for options, and for
+    a drafter that reads the states of layers."""
     monkeypatch.setattr(hybrid_linear_attn_backend, "check_cuda_graph_backend", lambda *_: True)
-    served = Served(*FLAG, *ling(tmp_path), *([option] if option else []))
+    served = Served(*FLAG, *ling(tmp_path), *([option] if option and option != "drafter" else []))
     kda, absorbed, per_head = object(), object(), object()
     attention = SimpleNamespace(attn=kda), SimpleNamespace(attn_mqa=absorbed, attn_mha=per_head)
-    model = SimpleNamespace(layers=[LingLayer(own) for own in attention])
+    layers = [LingLayer(own) for own in attention]
+    model = SimpleNamespace(layers=layers, capture_aux_hidden_states=option == "drafter")
     found = served.runner.get_cuda_graph_layers(model)
     eager = option is not None
     assert found.attention_layers == [kda, None if eager else absorbed]
     assert found.mha_companion_layers == [None, None if eager else per_head]
     # a captured layer's tensors are written as graphs are replayed, outside of inference mode
     with torch.no_grad():
-        assert [layer.run().is_inference() for layer in model.layers] == [eager, eager]
+        assert [layer.run().is_inference() for layer in layers] == [eager, eager]
 
 
 class LingLayer:
