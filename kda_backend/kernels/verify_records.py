@@ -27,25 +27,15 @@ from kda_backend.kernels.functions.records import (
 )
 from kda_backend.kernels.functions.state import as_stored
 from kda_backend.kernels.verify_step import (
+    at_token,
+    channels_of,
     convolve_token,
     load_token,
-    normalised,
     open_windows,
+    store_output,
     store_zeros,
     tokens_of,
 )
-
-
-@triton.jit
-def at_token(p_token, number, strides):
-    """Pointers to q, k, v, the gate and beta of the token that comes ``number`` tokens later."""
-    return (
-        p_token[0] + number * strides[0],
-        p_token[1] + number * strides[1],
-        p_token[2] + number * strides[2],
-        p_token[3] + number * strides[3],
-        p_token[4] + number * strides[4],
-    )
 
 
 @triton.jit
@@ -184,10 +174,10 @@ def verify_records_kernel(
             K=K, V=V, K_INNER=K_INNER, KB_AXIS=KB_AXIS, GATE=GATE, FAST_MATH=FAST_MATH,
         )  # fmt: skip
         b_state = store_folded(p_state, m_state, m_state & (held > 0), b_state)
+    b_weight = None
     if norm_weight_ptr is not None:
         b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
-    c_q, masks = i_hv * K + o_k, (m_k, m_k, m_v)
-    channels = (c_q, HV * K + c_q, 2 * HV * K + i_hv * V + o_v)
+    channels, masks = channels_of(i_hv, HV, o_k, o_v, K, V), (m_k, m_k, m_v)
     if conv_state_ptr is not None:
         conv_state_ptr += slot * stride_conv_state_n
         p_conv = conv_state_ptr
@@ -226,9 +216,8 @@ def verify_records_kernel(
         store_record(p_correction, p_key_gate, o_k, o_v, own[1:], (b_u, b_k, b_g), K)
         p_correction += V
         p_key_gate += 2 * K
-        b_o *= scale
-        if norm_weight_ptr is not None:
-            p_gate = norm_gate_ptr + (bos + i_t) * stride_norm_gate_t + i_hv * V + o_v
-            b_o = normalised(b_o, b_weight, p_gate, m_v, eps, V, FAST_MATH)
-        tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_v)
+        store_output(
+            p_out, b_o, scale, b_weight, (norm_gate_ptr, stride_norm_gate_t), bos + i_t, i_hv * V,
+            o_v, m_v, eps, V, FAST_MATH,
+        )  # fmt: skip
         p_out += stride_out_t

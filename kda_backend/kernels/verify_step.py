@@ -23,6 +23,13 @@ from kda_backend.kernels.functions.state import as_stored
 
 
 @triton.jit
+def channels_of(i_hv, HV, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
+    """A head's channels of q, k and v, which follow one another; here HV is H."""
+    c_q = i_hv * K + o_k
+    return c_q, HV * K + c_q, 2 * HV * K + i_hv * V + o_v
+
+
+@triton.jit
 def store_column(p_column, stride_c, channels, inputs, masks):
     """One input of a head's channels of q, k and v into a column of the pool of windows."""
     tl.store(p_column + channels[0] * stride_c, inputs[0], mask=masks[0])
@@ -112,6 +119,18 @@ def convolve_token(
 
 
 @triton.jit
+def at_token(p_token, number, strides):
+    """Pointers to q, k, v, the gate and beta of the token that comes ``number`` tokens later."""
+    return (
+        p_token[0] + number * strides[0],
+        p_token[1] + number * strides[1],
+        p_token[2] + number * strides[2],
+        p_token[3] + number * strides[3],
+        p_token[4] + number * strides[4],
+    )
+
+
+@triton.jit
 def load_token(p_q, p_k, p_v, p_g, m_k, m_v):
     """q, k, v and the gate, in fp32, of a head and token."""
     b_q = tl.load(p_q, mask=m_k, other=0.0)
@@ -121,10 +140,18 @@ def load_token(p_q, p_k, p_v, p_g, m_k, m_v):
 
 
 @triton.jit
-def normalised(b_o, b_weight, p_gate, m_v, eps, V: tl.constexpr, FAST_MATH: tl.constexpr):
-    """The gated norm of a token's output."""
-    b_gate = tl.load(p_gate, mask=m_v, other=0.0).to(tl.float32)
-    return gated_norm(b_o, b_weight, b_gate, eps, V, FAST_MATH)
+def store_output(
+    p_out, b_o, scale, b_weight, gate, token, o_head, o_v, m_v, eps, V: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+):  # fmt: skip
+    """Stores a token's output, scaled, and behind the gated norm where that has a weight; ``gate``:
+    the norm's gates, and the distance of tokens in them."""
+    b_o *= scale
+    if b_weight is not None:
+        p_gate = gate[0] + token * gate[1] + o_head + o_v
+        b_gate = tl.load(p_gate, mask=m_v, other=0.0).to(tl.float32)
+        b_o = gated_norm(b_o, b_weight, b_gate, eps, V, FAST_MATH)
+    tl.store(p_out, b_o.to(p_out.dtype.element_ty), mask=m_v)
 
 
 @triton.jit
@@ -245,11 +272,10 @@ def verify_step_kernel(
     p_state = state_ptr + slot * stride_state_n + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
     a_log, b_bias = load_gate(a_log_ptr, dt_bias_ptr, i_hv, o_k, m_k, K)
+    b_weight = None
     if norm_weight_ptr is not None:
         b_weight = tl.load(norm_weight_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
-    c_q = i_hv * K + o_k
-    channels = (c_q, HV * K + c_q, 2 * HV * K + i_hv * V + o_v)
-    masks = (m_k, m_k, m_v)
+    channels, masks = channels_of(i_hv, HV, o_k, o_v, K, V), (m_k, m_k, m_v)
     if conv_state_ptr is not None:
         conv_state_ptr += conv_slot * stride_conv_state_n
         p_conv = conv_state_ptr + accepted * stride_conv_state_w
@@ -261,18 +287,17 @@ def verify_step_kernel(
             conv_state_ptr, p_conv, windows_ptr, weights, channels, masks, own, strides
         )
 
-    p_q = q_ptr + bos * stride_q_t + i_h * K + o_k
-    p_k = k_ptr + bos * stride_k_t + i_h * K + o_k
-    p_v = v_ptr + bos * stride_v_t + i_hv * V + o_v
-    p_g = g_ptr + bos * stride_g_t + i_hv * K + o_k
-    p_beta = beta_ptr + bos * stride_beta_t + i_hv
+    strides_t = (stride_q_t, stride_k_t, stride_v_t, stride_g_t, stride_beta_t)
+    p_token = (q_ptr + bos * stride_q_t + i_h * K + o_k, k_ptr + bos * stride_k_t + i_h * K + o_k,
+               v_ptr + bos * stride_v_t + i_hv * V + o_v, g_ptr + bos * stride_g_t + i_hv * K + o_k,
+               beta_ptr + bos * stride_beta_t + i_hv)  # fmt: skip
     write_indices_ptr += i_n * stride_write_indices_n
     of_windows = (stride_windows_n, stride_windows_t, stride_windows_c, stride_windows_w)
     for i_t in range(num_tokens):
         row = tl.load(write_indices_ptr + i_t * stride_write_indices_t).to(tl.int64)
         writes = (row >= 0) & (row != null_write)
-        b_q, b_k, b_v, b_g = load_token(p_q, p_k, p_v, p_g, m_k, m_v)
-        beta = step_size(tl.load(p_beta), BETA, FAST_MATH)
+        b_q, b_k, b_v, b_g = load_token(p_token[0], p_token[1], p_token[2], p_token[3], m_k, m_v)
+        beta = step_size(tl.load(p_token[4]), BETA, FAST_MATH)
         if conv_state_ptr is not None:
             own = (m_k & writes, m_k & writes, m_v & writes)
             inputs, windows, conv_state_ptr = convolve_token(
@@ -284,14 +309,9 @@ def verify_step_kernel(
         b_state, b_o = delta_step(b_state, b_q, b_k, b_v, b_decay, beta, L2NORM, K_INNER, KB_AXIS)
         p_write = write_ptr + row * stride_write_n + i_t * stride_write_t + o_state
         tl.store(p_write, as_stored(b_state, write_ptr.dtype.element_ty), mask=m_state & writes)
-        b_o *= scale
-        if norm_weight_ptr is not None:
-            p_gate = norm_gate_ptr + (bos + i_t) * stride_norm_gate_t + i_hv * V + o_v
-            b_o = normalised(b_o, b_weight, p_gate, m_v, eps, V, FAST_MATH)
-        tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_v)
-        p_q += stride_q_t
-        p_k += stride_k_t
-        p_v += stride_v_t
-        p_g += stride_g_t
-        p_beta += stride_beta_t
+        store_output(
+            p_out, b_o, scale, b_weight, (norm_gate_ptr, stride_norm_gate_t), bos + i_t, i_hv * V,
+            o_v, m_v, eps, V, FAST_MATH,
+        )  # fmt: skip
+        p_token = at_token(p_token, 1, strides_t)
         p_out += stride_out_t
